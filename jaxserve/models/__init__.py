@@ -1,0 +1,1 @@
+"""Model families in Flax NNX; each family owns its name table."""

@@ -1,0 +1,83 @@
+"""What a request gives back: `RequestOutput` with one `CompletionOutput` per choice."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability under the raw model distribution (before temperature and filters)."""
+
+    logprob: float
+    rank: int  # 1 is the most likely token
+    decoded_token: str | None = None
+
+
+# One position: {token_id: Logprob}, the chosen token first, then the most likely ones.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds of `time.monotonic()`; None until it happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. `text`, `token_ids` and `logprobs` are cumulative."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id; None on end of sequence
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: its prompt and every choice so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # first entry None: nothing precedes it
+    num_cached_tokens: int = 0
+
+    def __str__(self) -> str:
+        head = f"prompt: {self.prompt!r}" if self.prompt is not None else f"prompt: {len(self.prompt_token_ids)} tokens"
+        rows = [f"  [{o.index}] {o.text!r} ({len(o.token_ids)} tokens, {o.finish_reason or 'running'})" for o in self.outputs]
+        return "\n".join([head, *rows])
+
+    def _repr_html_(self) -> str:
+        prompt = self.prompt if self.prompt is not None else f"{len(self.prompt_token_ids)} token ids"
+        rows = "".join(
+            f"<tr><td>{o.index}</td><td style='text-align:left;white-space:pre-wrap'>{html.escape(o.text)}</td>"
+            f"<td>{len(o.token_ids)}</td><td>{o.finish_reason or 'running'}</td></tr>"
+            for o in self.outputs
+        )
+        return (
+            f"<div><div style='white-space:pre-wrap'><b>{html.escape(prompt)}</b></div>"
+            "<table><thead><tr><th>#</th><th>text</th><th>tokens</th><th>finish</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table></div>"
+        )

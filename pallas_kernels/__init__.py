@@ -1,0 +1,1 @@
+"""Attention and matmul operations over a paged KV pool: one public function each, several implementations."""
