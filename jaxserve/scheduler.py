@@ -1,0 +1,471 @@
+"""Which request computes which tokens in the next step: continuous batching over a pool of pages.
+
+Three verbs move a request: `schedule()` chooses a step's tokens, the caller runs it, `update()` takes what
+was sampled. There is one counter and no phases: a step moves `num_computed_tokens` towards the number of
+tokens; a prompt in chunks, a cached prefix, a resumed request and a decode are the same thing.
+
+The rules:
+
+* A step computes at most `max_num_batched_tokens` tokens. Running requests come first, those that need one
+  token before those with a longer piece to compute; then waiting ones are admitted while slots, budget and
+  pages last.
+* Order is by arrival ("fcfs") or by (priority, arrival) ("priority"). Nobody overtakes a blocked head of the
+  queue, so under fcfs nobody starves. A priority does not take a running request's place; it decides who goes
+  next.
+* A request is admitted only when all tokens known now find pages; nothing is set aside for those still to
+  come.
+* When a running request needs a page and none is free, the last running one in order gives all of its up and
+  is computed anew later (through the prefix cache, that is often cheap). Nobody is admitted in such a step.
+* What could never fit is refused by `add_request`, so the first in order always advances and everything ends.
+* A position's KV is in the page that `page_ids` names. Full pages of known tokens are registered in the
+  prefix cache as soon as the step that fills them is scheduled: the device runs steps in order, and a layer
+  writes before it reads.
+
+Run-ahead: a next step may be scheduled while one is under way. A decode whose last token is still on the
+device is then scheduled with `num_in_flight` = 1. A caller must read `page_ids` and tokens of a step, and
+commit to run it, before it calls any other method. A token sampled for a request that has ended meanwhile is
+dropped; one for a request preempted meanwhile is kept (it is valid output), and the request resumes only
+after it has arrived.
+
+Not thread-safe: one thread owns a scheduler. `SchedulerConfig.total_tokens_limit` may be called from
+anywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, QueueFullError
+from jaxserve.outputs import FinishReason
+from jaxserve.page_allocator import PageAllocator, cache_root, page_hashes
+from jaxserve.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a scheduler. Raises ConfigError for values that cannot work."""
+
+    max_num_seqs: int  # running requests
+    max_num_batched_tokens: int  # tokens of one step
+    max_model_len: int  # tokens of one request, prompt and output
+    page_size: int  # tokens of one page
+    num_pages: int  # pages of the pool, page 0 (never allocated) included
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True  # off: a prompt is computed in one step
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduler_delay: float = 0.0  # seconds a new request may be held so that others join it
+    max_queue: int | None = None  # requests taken beyond max_num_seqs; None: no limit
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_pages < 2:
+            raise ConfigError(f"num_pages must be at least 2 (page 0 is reserved), got {self.num_pages}")
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"scheduling policy must be fcfs or priority, got {self.policy!r}")
+        if not 0.0 <= self.scheduler_delay < math.inf:
+            raise ConfigError(f"scheduler_delay must be a number of seconds >= 0, got {self.scheduler_delay}")
+        if self.max_queue is not None and self.max_queue < 0:
+            raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens the pool holds."""
+        return (self.num_pages - 1) * self.page_size
+
+    def total_tokens_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """Tokens, prompt and output, at which a request ends.
+
+        `max_tokens` is cut to the rest of the context. None means the rest of the context or of the pool,
+        whichever is less; a number that the pool could never hold is refused. Raises ContextLengthError for
+        that and for a prompt that leaves no room for a token, InvalidRequestError for an empty prompt.
+        """
+        if num_prompt_tokens < 1:
+            raise InvalidRequestError("the prompt is empty", "prompt")
+        least = num_prompt_tokens + (0 if max_tokens == 0 else 1)
+        if least > self.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt of "
+                f"{num_prompt_tokens} tokens leaves no room for an output.",
+                "prompt",
+            )
+        if least > self.pool_tokens:
+            raise ContextLengthError(
+                f"The page pool holds {self.pool_tokens} tokens, so here the maximum context length is "
+                f"{self.pool_tokens} tokens, and the prompt of {num_prompt_tokens} tokens leaves no room for "
+                "an output.",
+                "prompt",
+            )
+        if not self.enable_chunked_prefill and num_prompt_tokens > self.max_num_batched_tokens:
+            raise ContextLengthError(
+                f"Without chunked prefill a prompt has at most {self.max_num_batched_tokens} tokens "
+                f"(max_num_batched_tokens), got {num_prompt_tokens}.",
+                "prompt",
+            )
+        if max_tokens is None:
+            return min(self.max_model_len, self.pool_tokens)
+        total = min(num_prompt_tokens + max_tokens, self.max_model_len)
+        if total > self.pool_tokens:
+            raise ContextLengthError(
+                f"The page pool holds {self.pool_tokens} tokens, but the prompt of {num_prompt_tokens} "
+                f"tokens and max_tokens {max_tokens} may need {total}; max_tokens may be at most "
+                f"{self.pool_tokens - num_prompt_tokens}.",
+                "max_tokens",
+            )
+        return total
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """A request's part of a step: `num_scheduled_tokens` positions from `num_computed_tokens` on."""
+
+    request: Request
+    num_scheduled_tokens: int
+    num_computed_tokens: int  # before this step
+    samples: bool  # the last token is among them: one is sampled
+    upload: bool  # the slot is newly its own: all that is kept per slot has to be set
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step. It may be empty, also while requests are unfinished."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)  # those of one token first
+    preempted: list[Request] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class Scheduler:
+    """Queue, slots and pages of all unfinished requests. See the module's text for the rules."""
+
+    def __init__(
+        self, config: SchedulerConfig, model_id: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.allocator = PageAllocator(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache at first admissions
+        self.prefix_hits = 0  # tokens found there
+        self._model_id = model_id
+        self._clock = clock
+        self._requests: dict[str, Request] = {}  # all unfinished ones
+        self._waiting: list[Request] = []  # sorted by _rank, as is _running
+        self._running: list[Request] = []
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: low numbers first
+        self._num_arrived = 0
+        self._cache_epoch = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot, preempted ones included."""
+        return len(self._waiting)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a new request and set its `max_total_tokens`.
+
+        Raises ContextLengthError when it can never fit, QueueFullError when `max_num_seqs + max_queue`
+        requests are unfinished, InvalidRequestError for an empty prompt or the id of an unfinished request.
+        """
+        config = self.config
+        assert request.status is RequestStatus.WAITING
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", "request_id")
+        limit = config.total_tokens_limit(request.num_prompt_tokens, request.params.max_tokens)
+        if config.max_queue is not None and len(self._requests) >= config.max_num_seqs + config.max_queue:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting; try again later")
+        request.max_total_tokens = limit
+        request.arrival_index = self._num_arrived
+        self._num_arrived += 1
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=self._rank)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request in any state and free its pages at once; None when no unfinished one has this id."""
+        return self.finish(request_id, "abort", None)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None) -> Request | None:
+        """End a request as decided elsewhere (a stop string). As `abort` otherwise."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason, stop_reason)
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's tokens and give them their pages."""
+        output = SchedulerOutput()
+        budget = self.config.max_num_batched_tokens
+        plan = self._plan_running(budget, output.preempted)
+        # Nothing is committed before all preemptions are decided: a request planned first may be the victim
+        # later.
+        scheduled = [self._commit(request, count, upload=False) for request, count in plan.items()]
+        budget -= sum(plan.values())
+        if self._waiting and not output.preempted and self._is_gate_open():
+            while self._waiting and self._free_slots and budget > 0:
+                request = self._waiting[0]
+                count = self._admit(request, budget)
+                if not count:
+                    break
+                scheduled.append(self._commit(request, count, upload=True))
+                budget -= count
+        scheduled.sort(key=lambda part: part.num_scheduled_tokens > 1)
+        output.scheduled = scheduled
+        output.num_tokens = self.config.max_num_batched_tokens - budget
+        return output
+
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
+        """Take the token ids that a step sampled, by request id; finish those that end.
+
+        Returns the requests that took a token or ended, in the step's order: the token is the last of
+        `output_token_ids`, and `is_finished` tells which ended. Those that ended earlier are left out.
+        """
+        now = self._clock()
+        advanced = []
+        for part in output.scheduled:
+            request = part.request
+            if request.status is RequestStatus.FINISHED:
+                continue  # its token is dropped; the id may be another request's by now
+            if part.samples:
+                request.num_in_flight -= 1
+                request.output_token_ids.append(token_id := sampled[request.request_id])
+                if request.metrics.first_token_time is None:
+                    request.metrics.first_token_time = now
+                request.metrics.last_token_time = now
+                self._register_full_pages(request)
+                self._finish_if_ended(request, token_id)
+            elif part.num_computed_tokens + part.num_scheduled_tokens == request.max_total_tokens:
+                self._finish(request, "length", None)  # max_tokens 0: only the prompt was asked for
+            else:
+                continue
+            advanced.append(request)
+        return advanced
+
+    def next_wakeup(self) -> float | None:
+        """The clock's time at which `scheduler_delay` lets the next request in.
+
+        None when something runs (the loop goes on anyway), nothing waits, or nothing is held back by the
+        delay.
+        """
+        if self._running or not self._waiting or self._is_gate_open():
+            return None
+        return min(request.arrival_time for request in self._waiting) + self.config.scheduler_delay
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes (for new weights). Later requests share nothing with running ones."""
+        self.allocator.reset_prefix_cache()
+        self._cache_epoch += 1
+        for request in self._waiting:
+            request.page_hashes.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queue, slots and pages agree. Takes time in proportion to the pool."""
+        size = self.config.page_size
+        self.allocator.check_integrity(Counter(page for r in self._running for page in r.page_ids))
+        assert sorted(map(id, self._running + self._waiting)) == sorted(map(id, self._requests.values()))
+        assert all(self._requests[key].request_id == key for key in self._requests)
+        slots = [request.slot for request in self._running if request.slot is not None]
+        assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "slots are off"
+        for queue in (self._running, self._waiting):
+            ranks = [self._rank(request) for request in queue]
+            assert ranks == sorted(set(ranks)), "a queue is out of order"
+        for request in self._running:
+            name = request.request_id
+            assert request.status is RequestStatus.RUNNING, f"{name} is in the wrong queue"
+            assert len(request.page_ids) == -(-request.num_computed_tokens // size), (
+                f"{name}: number of pages"
+            )
+            assert request.num_computed_tokens <= request.num_scheduled_total, f"{name}: computed too far"
+            assert request.num_registered_pages <= request.num_computed_tokens // size, f"{name}: registered"
+        for request in self._waiting:
+            name = request.request_id
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{name}: wrong queue"
+            assert request.page_ids == [], f"{name} waits but holds pages"
+            assert request.slot is None, f"{name} waits but holds a slot"
+            assert request.num_computed_tokens == request.num_registered_pages == 0, f"{name}: not reset"
+        for request in self._requests.values():
+            assert 0 <= request.num_scheduled_total <= request.max_total_tokens, "too many tokens"
+
+    # Running requests.
+
+    def _plan_running(self, budget: int, preempted: list[Request]) -> dict[Request, int]:
+        """How many tokens each running request computes; their pages are allocated, victims preempted."""
+        plan: dict[Request, int] = {}
+        wanted = [(request, self._num_to_compute(request)) for request in self._running]
+        wanted.sort(key=lambda item: item[1] > 1)  # stable: decodes first, each kind in order
+        for request, count in wanted:
+            count = min(count, budget)
+            if not count:
+                continue
+            while request.status is RequestStatus.RUNNING and (room := self._room(request)) <= 0:
+                victim = self._running[-1]
+                budget += plan.pop(victim, 0)
+                self._preempt(victim)
+                preempted.append(victim)
+            if request.status is RequestStatus.RUNNING:
+                plan[request] = count = min(count, room)  # a piece of a prompt shrinks to the pages there are
+                self._grow(request, request.num_computed_tokens + count)
+                budget -= count
+        return plan
+
+    def _num_to_compute(self, request: Request) -> int:
+        total = request.num_scheduled_total
+        if request.num_in_flight and (request.needs_host_tokens or total >= request.max_total_tokens):
+            return 0  # the host has to see the token first, or it is the last one
+        return total - request.num_computed_tokens
+
+    def _room(self, request: Request) -> int:
+        """Tokens it can compute with the pages it has and those that are free."""
+        pages = len(request.page_ids) + self.allocator.num_free
+        return pages * self.config.page_size - request.num_computed_tokens
+
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        missing = -(-num_tokens // self.config.page_size) - len(request.page_ids)
+        if missing > 0:
+            pages = self.allocator.allocate(missing)
+            assert pages is not None, "pages were counted before"
+            request.page_ids += pages
+
+    def _preempt(self, victim: Request) -> None:
+        self._running.remove(victim)
+        self._release(victim, RequestStatus.PREEMPTED)
+        victim.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, victim, key=self._rank)
+
+    def _commit(self, request: Request, count: int, *, upload: bool) -> ScheduledRequest:
+        before = request.num_computed_tokens
+        after = request.num_computed_tokens = before + count
+        samples = after == request.num_scheduled_total and after < request.max_total_tokens
+        if samples:
+            request.num_in_flight += 1
+        self._register_full_pages(request)
+        return ScheduledRequest(request, count, before, samples, upload)
+
+    # Waiting requests.
+
+    def _is_gate_open(self) -> bool:
+        """Whether `scheduler_delay` lets waiting requests in.
+
+        It does when the oldest has waited that long, when enough wait to take all free slots, or when one of
+        them was preempted. An open gate is open for all: that is how requests come to share a step.
+        """
+        if not self.config.scheduler_delay or len(self._waiting) >= len(self._free_slots):
+            return True
+        oldest = min(request.arrival_time for request in self._waiting)
+        if self._clock() >= oldest + self.config.scheduler_delay:
+            return True
+        return any(request.status is RequestStatus.PREEMPTED for request in self._waiting)
+
+    def _admit(self, request: Request, budget: int) -> int:
+        """Give the head of the queue a slot, its cached prefix, and pages for a first piece.
+
+        Returns the piece's size, `budget` at most; 0, and no change, when it has to wait.
+        """
+        config = self.config
+        if request.num_in_flight:
+            return 0
+        looks_up = config.enable_prefix_caching and request.params.prompt_logprobs is None
+        known = request.num_tokens
+        # At least one token is left to compute: its logits are needed.
+        hits = (
+            self.allocator.match_prefix(self._hashes(request, (known - 1) // config.page_size))
+            if looks_up
+            else []
+        )
+        cached = len(hits) * config.page_size
+        count = min(known - cached, budget)
+        # Without chunked prefill it waits for a step that has room for all. Only a resumed request can be too
+        # long for any step (prompt and output together); that one is chunked all the same.
+        if count < known - cached <= config.max_num_batched_tokens and not config.enable_chunked_prefill:
+            return 0
+        pages_needed = -(-known // config.page_size) - len(hits)
+        if pages_needed > self.allocator.num_free - self.allocator.count_free(hits):
+            return 0
+        del self._waiting[0]
+        insort(self._running, request, key=self._rank)
+        self.allocator.acquire(hits)
+        request.page_ids = hits
+        request.num_computed_tokens = cached
+        request.num_registered_pages = len(hits)
+        request.slot = heapq.heappop(self._free_slots)
+        request.status = RequestStatus.RUNNING
+        self._grow(request, cached + count)
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = self._clock()
+            request.num_cached_tokens = cached
+            if looks_up:
+                self.prefix_queries += known
+                self.prefix_hits += cached
+        return count
+
+    # Prefix cache.
+
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """Hashes of the first `count` full pages of known tokens; computed once and kept with the request."""
+        hashes = request.page_hashes
+        if len(hashes) < count:
+            size = self.config.page_size
+            root = hashes[-1] if hashes else cache_root(self._model_id, request.cache_salt, self._cache_epoch)
+            hashes += page_hashes(request.known_tokens(len(hashes) * size, count * size), size, root)
+        return hashes[:count]
+
+    def _register_full_pages(self, request: Request) -> None:
+        if not self.config.enable_prefix_caching:
+            return
+        full = min(request.num_computed_tokens, request.num_tokens) // self.config.page_size
+        if full > request.num_registered_pages:
+            hashes = self._hashes(request, full)
+            for index in range(request.num_registered_pages, full):
+                self.allocator.register(request.page_ids[index], hashes[index])
+            request.num_registered_pages = full
+
+    # Ends.
+
+    def _finish_if_ended(self, request: Request, token_id: int) -> None:
+        if len(request.output_token_ids) > request.params.min_tokens:
+            if token_id in request.eos_token_ids:
+                return self._finish(request, "stop", None)
+            if token_id in request.stop_token_ids:
+                return self._finish(request, "stop", token_id)
+        if request.num_tokens >= request.max_total_tokens:
+            self._finish(request, "length", None)
+
+    def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> None:
+        queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
+        index = bisect_left(queue, self._rank(request), key=self._rank)
+        assert queue[index] is request
+        del queue[index]
+        del self._requests[request.request_id]
+        self._release(request, RequestStatus.FINISHED)
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.metrics.finished_time = self._clock()
+
+    def _release(self, request: Request, status: RequestStatus) -> None:
+        """Give pages and slot back."""
+        self.allocator.free(request.page_ids)
+        request.page_ids = []  # a new list: a step under way may still hold the old one
+        request.num_computed_tokens = request.num_registered_pages = 0
+        if request.slot is not None:
+            heapq.heappush(self._free_slots, request.slot)
+            request.slot = None
+        request.status = status
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        """Place in the order: less goes first and is preempted last. No two requests have the same."""
+        return (request.priority if self.config.policy == "priority" else 0, request.arrival_index)
