@@ -1,0 +1,334 @@
+"""Chat templates: Jinja texts of a checkpoint or an operator that turn messages into a prompt.
+
+The environment is that of transformers (`utils/chat_template_utils.py`): sandboxed and immutable,
+`trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not
+escape HTML, and a `{% generation %}` tag that changes nothing. Templates are trusted with time, not with
+memory: the text is capped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxserve.errors import ConfigError, InvalidRequestError
+
+# Characters of one rendered conversation: a million tokens and more, and far below what hurts a server.
+MAX_RENDERED_CHARS = 4 * 1024 * 1024
+
+# Names a caller's template variables may not take: what the render call sets itself, and the arguments of
+# transformers' apply_chat_template that are no template variables at all.
+RESERVED_VARIABLES = frozenset(
+    {
+        "messages",
+        "conversation",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "add_special_tokens",
+        "special_tokens_in_content",
+        "raise_exception",
+        "strftime_now",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+    }
+)
+
+_CONTINUE_TAG = "\ue000CONTINUE_FINAL_MESSAGE\ue001 "
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """`raise_exception(message)` in a template."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks an assistant's text for training; here it is only its
+    body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _TemplateRefusal(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@lru_cache(maxsize=64)
+def compile_template(source: str) -> jinja2.Template:
+    """The compiled template.
+
+    Raises:
+        InvalidRequestError: a syntax error; the message names the line.
+    """
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidRequestError(
+            f"the chat template does not compile: line {error.lineno}: {error.message}", param="messages"
+        ) from error
+
+
+def load_chat_template(value: str) -> str:
+    """The template an operator names: a file's content, or the Jinja text itself.
+
+    Raises:
+        ConfigError: `value` is neither a readable file nor a template.
+    """
+    if "{" in value:  # a Jinja text without a brace would answer every conversation with the same prompt
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat template {value!r} is neither a readable file nor a Jinja text") from error
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], param: str = "chat_template_kwargs") -> None:
+    """Refuses template variables that would replace what the render call sets itself.
+
+    Raises:
+        InvalidRequestError: names the variable.
+    """
+    for name in kwargs:
+        if name in RESERVED_VARIABLES:
+            raise InvalidRequestError(f"{name!r} may not be given as a chat template variable", param=param)
+
+
+def _fail(where: str, what: str) -> NoReturn:
+    raise InvalidRequestError(f"{where}: {what}", param="messages")
+
+
+def _content_text(content: Any, where: str) -> str:
+    """Text of a message's content: text parts are joined without a separator."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _fail(where, "content must be a string, a list of parts, or null")
+    texts = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+            continue
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "text":
+            _fail(where, "a text part needs a string `text`")
+        _fail(where, f"content parts of type {kind!r} are not supported")
+    return "".join(texts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call whose `function.arguments` is an object (OpenAI's API carries it as a JSON string)."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        _fail(where, "each of tool_calls must be an object with a `function`")
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            _fail(where, "the arguments of a tool call are not valid JSON")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        _fail(where, "the arguments of a tool call must be a JSON object")
+    function["arguments"] = arguments
+    return {**call, "function": function}
+
+
+def normalise_messages(messages: Any, *, keep_developer: bool = False) -> list[dict[str, Any]]:
+    """Messages of OpenAI's API as chat templates expect them (new dicts; the caller's stay as they are).
+
+    `content` becomes a string (null or missing: empty); other null fields and an empty `tool_calls` are
+    dropped; the arguments of tool calls become objects; the role `developer` becomes `system` unless the
+    template knows it.
+
+    Raises:
+        InvalidRequestError: param `messages`; names the message by its index.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError("messages must be a non-empty list", param="messages")
+    result = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            _fail(where, "must be an object")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            _fail(where, "role must be a non-empty string")
+        normal = {key: value for key, value in message.items() if value is not None}
+        normal["content"] = _content_text(message.get("content"), where)
+        if role == "developer" and not keep_developer:
+            normal["role"] = "system"
+        calls = normal.pop("tool_calls", None)
+        if calls is not None and not isinstance(calls, list):
+            _fail(where, "tool_calls must be a list")
+        if calls:
+            normal["tool_calls"] = [_tool_call(call, where) for call in calls]
+        result.append(normal)
+    return result
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with `change` applied to every string in it, keys excepted."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+class ChatTemplate:
+    """A template with the variables that come from its checkpoint.
+
+    Args:
+        source: the Jinja text; None where the checkpoint has none.
+        special_tokens: `bos_token`, `eos_token` and others by name, as the template knows them.
+        max_chars: cap on the rendered text, in characters.
+    """
+
+    def __init__(
+        self, source: str | None, special_tokens: dict[str, str], max_chars: int = MAX_RENDERED_CHARS
+    ) -> None:
+        self.source = source
+        self.special_tokens = special_tokens
+        self.max_chars = max_chars
+
+    def render(
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        guard: Callable[[str], str] | None = None,
+    ) -> str:
+        """The prompt's text.
+
+        Args:
+            messages: see `normalise_messages`.
+            add_generation_prompt: end with the opening of an assistant's turn.
+            continue_final_message: end inside the last message; `add_generation_prompt` is then ignored.
+            template_kwargs: further variables of the template.
+            guard: applied to every string a caller gave, before the template sees it.
+
+        Raises:
+            InvalidRequestError: no template, a wrong message, a variable that may not be set, a text over
+                the cap, or an error in the template; where the template called `raise_exception`, that
+                message alone.
+        """
+        if self.source is None:
+            raise InvalidRequestError(
+                "the model has no chat template; pass one with --chat-template (chat_template= in Python), "
+                "or use text completions",
+                param="messages",
+            )
+        variables = dict(template_kwargs or {})
+        check_template_kwargs(variables)
+        template = compile_template(self.source)
+        chat = normalise_messages(messages, keep_developer="developer" in self.source)
+        if guard is not None:
+            chat = _map_strings(chat, guard)
+            variables = _map_strings(variables, guard)
+        if continue_final_message:
+            chat[-1]["content"] += _CONTINUE_TAG
+        variables = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        text = self._generate(
+            template,
+            {
+                **variables,
+                "messages": chat,
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            },
+        )
+        return _cut_at_tag(text) if continue_final_message else text
+
+    def _generate(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        pieces = []
+        length = 0
+        try:
+            for piece in template.generate(variables):
+                length += len(piece)
+                if length > self.max_chars:
+                    raise InvalidRequestError(
+                        f"the chat template's text is longer than {self.max_chars} characters",
+                        param="messages",
+                    )
+                pieces.append(piece)
+        except InvalidRequestError:
+            raise
+        except _TemplateRefusal as error:
+            raise InvalidRequestError(str(error), param="messages") from error
+        except Exception as error:  # a template is a program: anything it raises is about these messages
+            raise InvalidRequestError(
+                f"the chat template failed on these messages: {type(error).__name__}: {error}",
+                param="messages",
+            ) from error
+        return "".join(pieces)
+
+
+def _cut_at_tag(text: str) -> str:
+    """The text up to the end of the last message's content, found by the tag put there."""
+    tag = _CONTINUE_TAG.strip()
+    place = text.rfind(tag)
+    if place < 0:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template does not show the last message's content as it is",
+            param="continue_final_message",
+        )
+    kept = text[:place]
+    # A template that trims contents has removed the tag's trailing space; it would have trimmed the
+    # content's too.
+    return kept if text.startswith(_CONTINUE_TAG, place) else kept.rstrip()
