@@ -1,0 +1,24 @@
+"""Model files to named arrays, configuration and tokenizer assets; nothing of models.
+
+path = resolve_model("smollm2-135m-instruct")     # a path, org/name, hf:org/name or a built-in name
+checkpoint = open_checkpoint(path)                # headers only
+checkpoint.tensors["token_embd.weight"].read()    # a numpy array
+"""
+
+from jaxserve_checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxserve_checkpoints.errors import CheckpointError, SourceError
+from jaxserve_checkpoints.sources import BUILTIN_MODELS, BuiltinModel, resolve_model
+from jaxserve_checkpoints.tensors import TensorRef
+from jaxserve_checkpoints.tokenizers import TokenizerAssets
+
+__all__ = [
+    "BUILTIN_MODELS",
+    "BuiltinModel",
+    "Checkpoint",
+    "CheckpointError",
+    "SourceError",
+    "TensorRef",
+    "TokenizerAssets",
+    "open_checkpoint",
+    "resolve_model",
+]
