@@ -1,1 +1,1 @@
-"""Load generators and the fixed trace that all speed figures are measured on."""
+"""Load generators and roofline measurements: `jaxserve bench serve` and `jaxserve bench offline`."""
