@@ -132,9 +132,9 @@ class Tokenizer:
 
         Args:
             text: any text.
+            add_special_tokens: add BOS and EOS as the model's own policy says. There is never a second BOS:
+                where `text` already begins with it, none is added.
             parse_special: the text of a special token in `text` becomes that token; False: it stays text.
-                `text` already begins with it, none is added.
-            parse_special: the text of a special token in `text` becomes that token; False: stays text.
 
         Raises:
             InvalidRequestError: `text` holds lone surrogates, which no UTF-8 text does.

@@ -1,0 +1,161 @@
+"""Tokenizer: golden ids and texts, true bytes of tokens, BOS and special tokens."""
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
+
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.tokenizer import Tokenizer
+from jaxserve_checkpoints import open_checkpoint, resolve_model
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+PACKS = ["f16_tok_gpt2", "f16_tok_llama"]
+
+
+@cache
+def golden_tokenizer(pack: str) -> Tokenizer:
+    return Tokenizer(open_checkpoint(GOLDENS / "gguf" / pack / "model.gguf").tokenizer())
+
+
+@cache
+def smollm2() -> Tokenizer:
+    return Tokenizer(open_checkpoint(resolve_model("smollm2-135m-instruct")).tokenizer())
+
+
+def golden_strings(pack: str) -> list[dict]:
+    return json.loads((GOLDENS / pack / "tokenizer.json").read_text("utf-8"))["strings"]
+
+
+def make_tokenizer(
+    vocab: list[str],
+    decoder: object = None,
+    special: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
+    template: str | None = None,
+) -> Tokenizer:
+    """A tokenizer of whole words: enough to decode with."""
+    hf = HfTokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token=vocab[0]))
+    hf.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if decoder is not None:
+        hf.decoder = decoder
+    hf.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    hf.add_tokens([AddedToken(token, normalized=False) for token in added])
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"))
+    assets = SimpleNamespace(
+        tokenizer=hf, eos_token_ids=(), chat_template=template, special_tokens_map={}, **ids
+    )
+    return Tokenizer(assets)
+
+
+SENTENCEPIECE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def check_golden(tokenizer: Tokenizer, strings: list[dict]) -> None:
+    for entry in strings:
+        text = entry["text"]
+        assert tokenizer.encode(text, add_special_tokens=False) == entry["ids"], text
+        assert tokenizer.encode(text) == entry["ids_add_special"], text
+        plain = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+        assert plain == entry["ids_special_as_text"], text
+        assert tokenizer.decode(entry["ids"], skip_special_tokens=False) == entry["decoded"], text
+        assert b"".join(map(tokenizer.token_bytes, entry["ids"])).decode() == entry["decoded"], text
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_golden_strings_encode_and_decode(pack):
+    check_golden(golden_tokenizer(pack), golden_strings(f"gguf/{pack}"))
+
+
+@pytest.mark.real
+def test_golden_strings_of_the_real_tokenizer():
+    check_golden(smollm2(), golden_strings("real/smollm2"))
+
+
+def test_byte_level_tokens_cover_every_byte_once():
+    tokenizer = golden_tokenizer("f16_tok_gpt2")
+    tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    assert {t for t in tokens if len(t) == 1} == {bytes((b,)) for b in range(256)}
+    assert tokenizer.encode("é", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode("é🙂"))) == "é🙂".encode()
+
+
+def test_sentencepiece_tokens_are_spaces_bytes_and_text():
+    tokenizer = make_tokenizer(
+        ["<unk>", "▁Hi", "<0xAB>", "<0x0A>", "▁", "a▁b"], decoders.Sequence(SENTENCEPIECE)
+    )
+    assert [tokenizer.token_bytes(i) for i in range(1, 6)] == [b" Hi", b"\xab", b"\n", b" ", b"a b"]
+    assert tokenizer.token_str(2) == "\ufffd"
+
+
+@pytest.mark.parametrize("decoder", [decoders.ByteLevel(), decoders.Sequence(SENTENCEPIECE)])
+def test_special_tokens_are_their_literal_text(decoder):
+    tokenizer = make_tokenizer(["a"], decoder, special=("<｜begin▁of▁text｜>", "<|é|>"))
+    assert tokenizer.special_ids == {1, 2}
+    assert tokenizer.token_bytes(1) == "<｜begin▁of▁text｜>".encode()
+    assert tokenizer.token_bytes(2) == "<|é|>".encode()
+
+
+def test_added_tokens_of_spaces_are_spaces():
+    # Gemma adds "▁▁" as an ordinary token; byte-level tokenizers add the spaces themselves.
+    assert make_tokenizer(["a"], decoders.Sequence(SENTENCEPIECE), added=("▁▁",)).token_bytes(1) == b"  "
+    assert make_tokenizer(["a"], decoders.ByteLevel(), added=("  ", "é")).token_bytes(1) == b"  "
+    assert make_tokenizer(["a"], decoders.ByteLevel(), added=("  ", "é")).token_bytes(2) == "é".encode()
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_ids_without_a_token_have_no_bytes(pack):
+    tokenizer = golden_tokenizer(pack)
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+    assert tokenizer.token_bytes(2**31) == tokenizer.token_bytes(-1) == b""
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        tokenizer.decode([-1])
+
+
+def test_bos_is_added_once():
+    tokenizer = golden_tokenizer("f16_tok_llama")
+    assert tokenizer.encode("a").count(tokenizer.bos_token_id) == 1
+    hf = HfTokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="a"))
+    hf.add_special_tokens(["<s>"])
+    from tokenizers.processors import TemplateProcessing
+
+    hf.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assets = SimpleNamespace(
+        tokenizer=hf,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=None,
+        unk_token_id=None,
+        eos_token_ids=(),
+        chat_template=None,
+        special_tokens_map={"bos_token": "<s>"},
+    )
+    assert Tokenizer(assets).encode("<s>a") == [0, 1]
+    assert Tokenizer(assets).encode("a") == [0, 1]
+    assert Tokenizer(assets).encode("<s>a", add_special_tokens=False) == [0, 1]
+
+
+def test_truncation_and_padding_of_the_file_are_off():
+    hf = HfTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    hf.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    hf.enable_truncation(2)
+    hf.enable_padding(length=16)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"))
+    assets = SimpleNamespace(tokenizer=hf, eos_token_ids=(), chat_template=None, special_tokens_map={}, **ids)
+    assert Tokenizer(assets).encode("a a a a") == [0] * 4
+
+
+def test_lone_surrogates_are_refused():
+    with pytest.raises(InvalidRequestError, match="surrogate") as caught:
+        golden_tokenizer("f16_tok_gpt2").encode("a\ud83d")
+    assert caught.value.param == "prompt"
+
+
+def test_a_template_of_the_operator_that_does_not_compile_is_a_config_error():
+    assets = open_checkpoint(GOLDENS / "gguf" / "f16_tok_gpt2" / "model.gguf").tokenizer()
+    with pytest.raises(ConfigError, match="line 1"):
+        Tokenizer(assets, "{% for %}")
