@@ -39,6 +39,11 @@ class Machine:
     copy: float
     matmul: float
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s that memory was seen to move at best, so that a floor built on it is one."""
+        return max(self.read, self.copy)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
@@ -61,7 +66,7 @@ class ModelCost:
 
     def decode_floor(self, machine: Machine, bytes_per_weight: int) -> float:
         """Least seconds a token for one sequence."""
-        return self.weights * bytes_per_weight / machine.read
+        return self.weights * bytes_per_weight / machine.bandwidth
 
     def token_rate_ceiling(self, machine: Machine) -> float:
         """Most tokens/s (prompt and output together) for many sequences."""
@@ -83,7 +88,7 @@ def _host_rates(num_bytes: int, threads: int, seconds: float) -> tuple[float, fl
     parts = np.array_split(np.ones(num_bytes // 4, np.float32), threads)
     targets = [np.empty_like(part) for part in parts]
     with ThreadPoolExecutor(threads) as pool:
-        read = _best_rate(lambda: list(pool.map(np.dot, parts, parts)), num_bytes, seconds)
+        read = _best_rate(lambda: list(pool.map(np.max, parts)), num_bytes, seconds)
         copy = _best_rate(lambda: list(pool.map(np.copyto, targets, parts)), 2 * num_bytes, seconds)
     return read, copy
 
