@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server of jaxserve."""
+"""The OpenAI-compatible HTTP server; it builds on jaxserve's host side and never imports jax."""

@@ -1,0 +1,101 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve_server.answer import Answer, respond
+from jaxserve_server.body import read_json
+from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
+from jaxserve_server.logprobs import TokenText
+from jaxserve_server.protocol import ChatBody, parse
+from jaxserve_server.sampling import chat_params, clamp_to_context
+from jaxserve_server.state import STATE
+from jaxserve_server.tokens import chat_token_ids, tokenizer_of
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    state.lifecycle.engine()  # while it loads or drains, before reading the body
+    body = parse(ChatBody, await read_json(request))
+    model = state.model_name(body.model)
+    with state.lifecycle.admitted() as engine:
+        params = chat_params(body, engine.default_sampling_params)
+        tokenizer = tokenizer_of(engine, "messages")
+        prompt = Prompt(await asyncio.to_thread(chat_token_ids, tokenizer, body))
+        check_context([prompt], engine.max_model_len, "messages")
+        params = clamp_to_context(params, len(prompt.token_ids), engine.max_model_len)
+        work = Work([prompt], [params], body.priority, body.cache_salt)
+        token_text = TokenText(tokenizer, body.skip_special_tokens)
+        return await respond(request, engine, work, ChatAnswer(body, model, work, token_text))
+
+
+class ChatAnswer(Answer):
+    """One conversation, `n` choices; a stream begins with one role chunk for each."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    body: ChatBody
+
+    def __init__(self, body: ChatBody, model: str, work: Work, token_text: TokenText) -> None:
+        super().__init__(body, model, work)
+        self._token_text = token_text
+        context = work.prompts[0].token_ids
+        self._cursors = [ChoiceCursor(token_text, context, body.logprobs) for _ in range(body.n)]
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for index in range(self.body.n):
+            delta = {"role": "assistant", "content": ""}
+            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def pieces(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        for choice in output.outputs:
+            cursor = self._cursors[choice.index]
+            if cursor.finished:
+                continue
+            delta = cursor.advance(choice)
+            if delta:
+                piece = {
+                    "index": choice.index,
+                    "delta": {"content": delta.text} if delta.text else {},
+                    "logprobs": self._logprobs(choice, delta),
+                    "finish_reason": delta.finish_reason,
+                }
+                if delta.finish_reason is not None:
+                    piece["stop_reason"] = delta.stop_reason
+                yield piece
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for choice in outputs[0].outputs:
+            delta = self._cursors[choice.index].advance(choice)
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                    "logprobs": self._logprobs(choice, delta),
+                    "finish_reason": delta.finish_reason,
+                    "stop_reason": delta.stop_reason,
+                }
+            )
+        if self.body.prompt_logprobs is None:
+            return {"choices": choices}
+        prompt_logprobs = self._token_text.prompt_json(outputs[0].prompt_logprobs or [])
+        return {"choices": choices, "prompt_logprobs": prompt_logprobs}
+
+    def _logprobs(self, choice: CompletionOutput, delta: Delta) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        top = self.body.top_logprobs or 0
+        positions = choice.logprobs or []
+        content = [
+            self._token_text.chat_entry(choice.token_ids[position], positions[position], top)
+            for position in range(delta.first_token, delta.end_token)
+        ]
+        return {"content": content, "refusal": None}

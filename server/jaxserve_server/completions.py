@@ -1,0 +1,151 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve_server.answer import Answer, respond
+from jaxserve_server.body import read_json
+from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
+from jaxserve_server.logprobs import CompletionLogprobs, TextOffsets, TokenText
+from jaxserve_server.protocol import CompletionBody, parse
+from jaxserve_server.sampling import clamp_to_context, completion_params
+from jaxserve_server.state import STATE
+from jaxserve_server.tokens import check_vocabulary, tokenizer_of
+
+if TYPE_CHECKING:
+    from jaxserve.async_engine import AsyncLLMEngine
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    state.lifecycle.engine()  # while it loads or drains, before reading the body
+    body = parse(CompletionBody, await read_json(request))
+    model = state.model_name(body.model)
+    with state.lifecycle.admitted() as engine:
+        params = completion_params(body, engine.default_sampling_params)
+        prompts = await asyncio.to_thread(_prompts, engine, body)
+        if engine.tokenizer is None:
+            params = params.replace(detokenize=False)
+        check_context(prompts, engine.max_model_len, "prompt", room=min(1, body.max_tokens))
+        each = [clamp_to_context(params, len(prompt.token_ids), engine.max_model_len) for prompt in prompts]
+        work = Work(prompts, each, body.priority, body.cache_salt)
+        token_text = TokenText(engine.tokenizer, body.skip_special_tokens)
+        return await respond(request, engine, work, CompletionAnswer(body, model, work, token_text))
+
+
+def _prompts(engine: AsyncLLMEngine, body: CompletionBody) -> list[Prompt]:
+    prompts = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            tokenizer = tokenizer_of(engine, "prompt")
+            prompts.append(Prompt(tokenizer.encode(prompt, body.add_special_tokens), prompt))
+        else:
+            check_vocabulary(prompt, engine.vocab_size, "prompt")
+            prompts.append(Prompt(prompt, _text_of(engine, prompt, body) if body.echo else None))
+        if not prompts[-1].token_ids:
+            raise InvalidRequestError("prompt has no tokens", param="prompt")
+    return prompts
+
+
+def _text_of(engine: AsyncLLMEngine, token_ids: list[int], body: CompletionBody) -> str:
+    """The text of a prompt of ids, without a character whose end the prompt does not hold."""
+    if engine.tokenizer is None:
+        return ""
+    text = engine.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
+    token_text = TokenText(engine.tokenizer, body.skip_special_tokens)
+    return text.rstrip("\ufffd") if TextOffsets(token_text, token_ids).inside_character else text
+
+
+class CompletionAnswer(Answer):
+    """Choice `j` of prompt `i` has the index `i * n + j`; with echo each begins with its prompt."""
+
+    id_prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
+    body: CompletionBody
+
+    def __init__(self, body: CompletionBody, model: str, work: Work, token_text: TokenText) -> None:
+        super().__init__(body, model, work)
+        self._prompts = work.prompts
+        self._token_text = token_text
+        self._cursors: dict[tuple[int, int], ChoiceCursor] = {}
+
+    def pieces(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        for choice in output.outputs:
+            begins = (index, choice.index) not in self._cursors
+            cursor = self._cursor(index, choice.index)
+            if cursor.finished:
+                continue
+            delta = cursor.advance(choice)
+            if delta or (begins and self.body.echo):
+                place = index * self.body.n + choice.index
+                yield self._choice(place, self._prompts[index], output, choice, delta, begins)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for index, output in enumerate(outputs):
+            ranked = output.outputs
+            if len(ranked) > self.body.n:
+                ranked = sorted(ranked, key=_logprob_per_token, reverse=True)[: self.body.n]
+            for rank, choice in enumerate(ranked):
+                delta = self._cursor(index, choice.index).advance(choice)
+                place = index * self.body.n + rank
+                shown = self._choice(place, self._prompts[index], output, choice, delta, begins=True)
+                if self.body.prompt_logprobs is not None:
+                    shown["prompt_logprobs"] = self._token_text.prompt_json(output.prompt_logprobs or [])
+                choices.append(shown)
+        return {"choices": choices}
+
+    def _cursor(self, prompt_index: int, choice_index: int) -> ChoiceCursor:
+        key = prompt_index, choice_index
+        if key not in self._cursors:
+            context = self._prompts[prompt_index].token_ids
+            self._cursors[key] = ChoiceCursor(self._token_text, context, self.body.logprobs is not None)
+        return self._cursors[key]
+
+    def _choice(
+        self,
+        place: int,
+        prompt: Prompt,
+        output: RequestOutput,
+        choice: CompletionOutput,
+        delta: Delta,
+        begins: bool,
+    ) -> dict[str, Any]:
+        echoed = (prompt.text or "") if self.body.echo else ""
+        logprobs = None
+        if self.body.logprobs is not None:
+            builder = CompletionLogprobs(self._token_text)
+            if begins and self.body.echo:
+                self._add_prompt(builder, prompt, output)
+            positions = choice.logprobs or []
+            for position in range(delta.first_token, delta.end_token):
+                offset = len(echoed) + delta.offsets[position]
+                builder.add(choice.token_ids[position], positions[position], offset, self.body.logprobs)
+            logprobs = builder.json()
+        return {
+            "index": place,
+            "text": echoed + delta.text if begins else delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _add_prompt(self, builder: CompletionLogprobs, prompt: Prompt, output: RequestOutput) -> None:
+        offsets = TextOffsets(self._token_text)
+        offsets.extend(prompt.token_ids)
+        top = self.body.logprobs or 0
+        end = len(prompt.text or "")
+        positions = output.prompt_logprobs or []
+        for token_id, offset, logprobs in zip(prompt.token_ids, offsets.offsets, positions, strict=True):
+            builder.add(token_id, logprobs, min(offset, end), top)
+
+
+def _logprob_per_token(choice: CompletionOutput) -> float:
+    return (choice.cumulative_logprob or 0.0) / max(len(choice.token_ids), 1)

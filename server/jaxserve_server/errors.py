@@ -1,0 +1,68 @@
+"""Errors on the wire: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong and wherever."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from jaxserve.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """An answer that is an error; raised anywhere in a handler."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_HTTP_MESSAGES = {
+    404: "there is no such path",
+    405: "this path does not take that method",
+    413: "the request body is too large",
+}
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Any exception as the answer that a client may see: no paths, no tracebacks, no internals."""
+    match error:
+        case ApiError():
+            return error
+        case ContextLengthError():
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+        case InvalidRequestError():
+            return ApiError(400, str(error), param=error.param)
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+        case EngineDeadError():
+            return ApiError(500, "the engine stopped before the request was finished", code="engine_dead")
+        case web.HTTPException():
+            message = _HTTP_MESSAGES.get(error.status, error.reason.lower())
+            headers = {k: v for k, v in error.headers.items() if k == "Allow"}
+            return ApiError(error.status, message, headers=headers)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "internal server error", code="internal_error")

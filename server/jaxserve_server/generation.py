@@ -1,0 +1,180 @@
+"""From admitted prompts to deltas: what both generation routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.errors import ContextLengthError
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve_server.logprobs import TextOffsets, TokenText
+from jaxserve_server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from jaxserve.async_engine import AsyncLLMEngine, RequestStream
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids and, where the client gave text, that text."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+def check_context(prompts: Sequence[Prompt], max_model_len: int, param: str, *, room: int = 1) -> None:
+    """Every prompt must leave `room` tokens in the context."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + room > max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {longest} "
+            "tokens and leaves no room for an answer. Shorten the prompt.",
+            param=param,
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything one HTTP request asks of the engine."""
+
+    prompts: Sequence[Prompt]
+    params: Sequence[SamplingParams]  # one for each prompt: the room in the context differs
+    priority: int
+    cache_salt: str | None
+
+
+@contextmanager
+def submitted(engine: AsyncLLMEngine, work: Work) -> Iterator[list[RequestStream]]:
+    """The engine's streams of all prompts; whatever ends the block, they are aborted and their pages free."""
+    streams: list[RequestStream] = []
+    try:
+        for prompt, params in zip(work.prompts, work.params, strict=True):
+            # A client's X-Request-Id may repeat, so the engine's key is our own.
+            stream = engine.add_request(
+                prompt.token_ids,
+                params,
+                request_id=uuid.uuid4().hex,
+                priority=work.priority,
+                cache_salt=work.cache_salt,
+            )
+            streams.append(stream)
+        yield streams
+    finally:
+        for stream in streams:
+            stream.abort()
+
+
+async def outputs_of(
+    streams: Sequence[RequestStream], metrics: Metrics
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """(prompt index, cumulative output) as they come, from any of the streams, until all are finished."""
+    observers = [metrics.observer() for _ in streams]
+    if len(streams) == 1:
+        async for output in streams[0]:
+            observers[0].see(output)
+            yield 0, output
+        return
+    iterators = [aiter(stream) for stream in streams]
+    waiting = {asyncio.ensure_future(anext(it)): index for index, it in enumerate(iterators)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(iterators[index]))] = index
+                observers[index].see(output)
+                yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a choice has gained: text, and the tokens (by position) whose log-probabilities go with it."""
+
+    text: str
+    first_token: int
+    end_token: int
+    offsets: list[int]  # of all tokens so far; empty when no logprobs are wanted
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+    def __bool__(self) -> bool:
+        return bool(self.text) or self.end_token > self.first_token or self.finish_reason is not None
+
+
+class ChoiceCursor:
+    """Cuts one choice's cumulative outputs into deltas; one cut of the final output is the whole answer.
+
+    A token travels with the delta in which its text begins, so text that is held back (a possible stop string,
+    half a character) holds its tokens back too. Tokens that belong to a stop string cut from the text are
+    dropped: log-probabilities and text agree.
+    """
+
+    def __init__(self, token_text: TokenText, prompt_token_ids: Sequence[int], want_logprobs: bool) -> None:
+        self._offsets = TextOffsets(token_text, prompt_token_ids) if want_logprobs else None
+        self._num_chars = 0
+        self._num_tokens = 0
+        self.finished = False
+
+    def advance(self, output: CompletionOutput) -> Delta:
+        text = output.text[self._num_chars :]
+        self._num_chars = len(output.text)
+        first = self._num_tokens
+        offsets: list[int] = []
+        if self._offsets is not None:
+            offsets = self._offsets.offsets
+            self._offsets.extend(output.token_ids[len(offsets) :])
+            self._num_tokens = self._end(output, offsets)
+        self.finished = output.finished
+        return Delta(text, first, self._num_tokens, offsets, output.finish_reason, output.stop_reason)
+
+    def _end(self, output: CompletionOutput, offsets: list[int]) -> int:
+        if output.finished and not isinstance(output.stop_reason, str):
+            return len(offsets)
+        end = self._num_tokens
+        while end < len(offsets) and offsets[end] < self._num_chars:
+            end += 1
+        return end
+
+
+class Usage:
+    """Token counts over all prompts and choices of one HTTP request."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._completion: dict[tuple[int, int], int] = {}
+        self._cached = [0] * len(prompts)
+
+    def see(self, index: int, output: RequestOutput) -> None:
+        self._cached[index] = output.num_cached_tokens
+        for choice in output.outputs:
+            self._completion[index, choice.index] = len(choice.token_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self._completion.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._prompt_tokens
+
+    def json(self) -> dict[str, Any]:
+        completion = self.completion_tokens
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }

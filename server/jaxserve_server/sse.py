@@ -1,0 +1,54 @@
+"""Server-sent events, for one reader who may be slow or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+SLOW_READER_SECONDS = 30.0
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # ASCII only: every reader splits lines alike
+
+
+class SlowReaderError(ConnectionError):
+    """The client did not read for too long."""
+
+
+class EventStream:
+    """A response whose events go out as they are made.
+
+    A write waits when the client does not read (aiohttp holds at most 64 KiB for it, and meanwhile the engine's
+    outputs coalesce); a client that does not read for `patience` seconds is cut off.
+    """
+
+    def __init__(self, request: web.Request, patience: float = SLOW_READER_SECONDS) -> None:
+        self._request = request
+        self._patience = patience
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+
+    async def open(self) -> None:
+        await self.response.prepare(self._request)
+
+    async def send(self, event: dict[str, Any]) -> None:
+        await self._write(f"data: {_encode(event)}\n\n".encode("ascii"))
+
+    async def done(self) -> None:
+        await self._write(b"data: [DONE]\n\n")
+        await self.response.write_eof()
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                await self.response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise SlowReaderError("the client did not read") from None
