@@ -1,0 +1,180 @@
+"""From logits to a token, for every row of a step at once, on the device.
+
+All parameters are per-row values and not variants of the program, so nothing recompiles; what no row of a
+batch asks for is skipped at run time (`lax.cond`). The order is vLLM's: bias, allowed and banned tokens;
+repetition, presence and frequency penalties; temperature; min_p; top_k; top_p; draw.
+
+Filters find their threshold by bisection over the bits of a float32 instead of sorting the vocabulary: 32
+passes of a sum are exact and cheaper than a sort, on accelerators and CPUs alike. Tokens that tie with the
+threshold are all kept.
+
+A draw is argmax(logits + Gumbel noise), the noise keyed by fold_in(seed, position): it depends on the
+request and the position alone, never on batch-mates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MAX_LOGPROBS = 20
+_GREEDY_BELOW = 1e-5  # a temperature under this is 0: dividing by it would overflow
+
+
+class SamplingInputs(NamedTuple):
+    """One step's sampling parameters, each [num_rows]."""
+
+    temperature: jax.Array  # float32; 0 is greedy
+    top_p: jax.Array  # float32 in (0, 1]
+    min_p: jax.Array  # float32 in [0, 1]
+    presence_penalty: jax.Array  # float32
+    frequency_penalty: jax.Array  # float32
+    repetition_penalty: jax.Array  # float32 > 0
+    top_k: jax.Array  # int32; <= 0 is off
+    seed: jax.Array  # uint32 [num_rows, 2]: high and low half
+    position: jax.Array  # int32: index of the token to sample in its sequence
+    num_prompt_tokens: jax.Array  # int32
+    has_bias: jax.Array  # bool: the row's entry of the bias table applies
+    wants_logprobs: jax.Array  # bool
+
+
+class Sampled(NamedTuple):
+    """A step's result. The log-probabilities are zeros where no row asked for them."""
+
+    token_ids: jax.Array  # int32 [num_rows]
+    logprob: jax.Array  # float32 [num_rows]: of the sampled token, raw distribution
+    rank: jax.Array  # int32 [num_rows]: 1 is the most likely
+    top_ids: jax.Array  # int32 [num_rows, MAX_LOGPROBS]
+    top_logprobs: jax.Array  # float32 [num_rows, MAX_LOGPROBS]
+
+
+def sample(
+    logits: jax.Array, inputs: SamplingInputs, slot: jax.Array, token_table: jax.Array, bias_table: jax.Array
+) -> Sampled:
+    """Choose one token a row.
+
+    Args:
+        logits: float32 [num_rows, vocab].
+        inputs: the rows' parameters.
+        slot: int32 [num_rows]: each row's entry of the two tables.
+        token_table: int32 [num_slots + 1, max_tokens]: tokens so far; those from `position` on are ignored.
+        bias_table: float32 [num_slots + 1, vocab], added where `has_bias`; -inf forbids a token.
+    """
+    raw = logits
+    logits = jax.lax.cond(
+        inputs.has_bias.any(),
+        lambda x: jnp.where(inputs.has_bias[:, None], x + bias_table[slot], x),
+        lambda x: x,
+        logits,
+    )
+    is_penalised = (
+        (inputs.presence_penalty != 0) | (inputs.frequency_penalty != 0) | (inputs.repetition_penalty != 1)
+    )
+    logits = jax.lax.cond(
+        is_penalised.any(), lambda x: _penalise(x, inputs, token_table[slot]), lambda x: x, logits
+    )
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_random = inputs.temperature >= _GREEDY_BELOW
+    drawn = jax.lax.cond(is_random.any(), lambda x: _draw(x, inputs), lambda x: greedy, logits)
+    token_ids = jnp.where(is_random, drawn, greedy)
+    details = jax.lax.cond(
+        inputs.wants_logprobs.any(), token_logprobs, _no_logprobs, raw, token_ids
+    )
+    return Sampled(token_ids, *details)
+
+
+def token_logprobs(
+    logits: jax.Array, token_ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Log-probability and rank of `token_ids` [num_rows], and the most likely tokens, of raw `logits`."""
+    norm = jax.nn.logsumexp(logits, axis=-1)  # [num_rows]
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)  # [num_rows, 1]
+    rank = 1 + (logits > chosen).sum(-1, dtype=jnp.int32)
+    top, top_ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    missing = ((0, 0), (0, MAX_LOGPROBS - top.shape[-1]))  # a vocabulary smaller than that
+    top = jnp.pad(top, missing, constant_values=-jnp.inf)
+    return chosen[:, 0] - norm, rank, jnp.pad(top_ids.astype(jnp.int32), missing), top - norm[:, None]
+
+
+def _no_logprobs(
+    logits: jax.Array, token_ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    rows = logits.shape[0]
+    zeros = jnp.zeros((rows, MAX_LOGPROBS))
+    return jnp.zeros(rows), jnp.zeros(rows, jnp.int32), zeros.astype(jnp.int32), zeros
+
+
+def _penalise(logits: jax.Array, inputs: SamplingInputs, history: jax.Array) -> jax.Array:
+    """Repetition (Keskar et al., 2019, arXiv:1909.05858) over prompt and output; the others over output."""
+    rows, vocab = logits.shape
+    at = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
+    is_token = at < inputs.position[:, None]
+    is_output = is_token & (at >= inputs.num_prompt_tokens[:, None])
+    row = jnp.arange(rows)[:, None]
+    token = jnp.clip(history, 0, vocab - 1)
+    seen = jnp.zeros((rows, vocab), jnp.int32).at[row, token].add(is_token.astype(jnp.int32))
+    output = jnp.zeros((rows, vocab), jnp.int32).at[row, token].add(is_output.astype(jnp.int32))
+    repetition = inputs.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(seen > 0, repeated, logits)
+    logits = logits - inputs.frequency_penalty[:, None] * output
+    return logits - inputs.presence_penalty[:, None] * (output > 0)
+
+
+def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    """int32 [num_rows]: a random token under temperature and filters."""
+    temperature = jnp.maximum(inputs.temperature, _GREEDY_BELOW)[:, None]
+    logits = logits / temperature
+    # exp(logit - max) is the probability relative to the most likely token's.
+    logits = logits - logits.max(-1, keepdims=True)
+    logits = jnp.where(logits < jnp.log(inputs.min_p)[:, None], -jnp.inf, logits)
+    vocab = logits.shape[-1]
+    k = jnp.where(inputs.top_k > 0, jnp.minimum(inputs.top_k, vocab), vocab)
+    is_filtered = (k < vocab) | (inputs.top_p < 1)
+    logits = jax.lax.cond(
+        is_filtered.any(), lambda x: _top_p(_top_k(x, k), inputs.top_p), lambda x: x, logits
+    )
+    return jnp.argmax(logits + _gumbel(inputs, vocab), axis=-1).astype(jnp.int32)
+
+
+def _gumbel(inputs: SamplingInputs, vocab: int) -> jax.Array:
+    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,))
+
+    return jax.vmap(noise)(inputs.seed, inputs.position)  # [num_rows, vocab]
+
+
+def _top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
+    """Keep the k [num_rows] largest (and what ties with the last of them)."""
+    keys = _ordered_bits(logits)
+    threshold = _largest_threshold(keys, lambda kept: kept.sum(-1, dtype=jnp.int32) >= k)
+    return jnp.where(keys >= threshold[:, None], logits, -jnp.inf)
+
+
+def _top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Keep the most likely tokens whose probabilities sum to top_p (Holtzman et al., 2020, arXiv:1904.09751)."""
+    keys = _ordered_bits(logits)
+    p = jax.nn.softmax(logits, axis=-1)
+    target = top_p - 1e-6  # the sum of all probabilities can round to less than 1
+    threshold = _largest_threshold(keys, lambda kept: jnp.where(kept, p, 0.0).sum(-1) >= target)
+    return jnp.where((keys >= threshold[:, None]) | (top_p >= 1)[:, None], logits, -jnp.inf)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_threshold(keys: jax.Array, suffices: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """uint32 [num_rows]: the largest t for which `suffices(keys >= t)` holds (it holds for t = 0)."""
+
+    def one_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(suffices(keys >= candidate[:, None]), candidate, threshold)
+
+    return jax.lax.fori_loop(0, 32, one_bit, jnp.zeros(keys.shape[0], jnp.uint32))

@@ -1,0 +1,5 @@
+"""Causal attention of ragged queries over a paged KV pool (Kwon et al., 2023, arXiv:2309.06180)."""
+
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
+
+__all__ = ["ragged_paged_attention"]
