@@ -54,7 +54,9 @@ RESERVED_VARIABLES = frozenset(
     }
 )
 
-_CONTINUE_TAG = "\ue000CONTINUE_FINAL_MESSAGE\ue001 "
+# Ends the content of a message to be continued, so that its place in the rendered text is found. It begins
+# with a noncharacter, and its space shows whether the template trims contents.
+_CONTINUE_TAG = "\ufdd3CONTINUE_FINAL_MESSAGE "
 
 
 class _TemplateRefusal(jinja2.TemplateError):
@@ -176,7 +178,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             _fail(where, "the arguments of a tool call are not valid JSON")
     if arguments is None:
         arguments = {}
@@ -280,8 +282,11 @@ class ChatTemplate:
         template = compile_template(self.source)
         chat = normalise_messages(messages, keep_developer="developer" in self.source)
         if guard is not None:
-            chat = _map_strings(chat, guard)
-            variables = _map_strings(variables, guard)
+            try:
+                chat = _map_strings(chat, guard)
+                variables = _map_strings(variables, guard)
+            except RecursionError:
+                raise InvalidRequestError("messages are nested too deeply", param="messages") from None
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_TAG
         variables = {"tools": None, "documents": None, **self.special_tokens, **variables}

@@ -18,6 +18,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers import AddedToken
@@ -280,39 +281,51 @@ def _check_encodable(text: str, param: str) -> None:
         raise InvalidRequestError("the text holds lone surrogates, which are not characters", param) from None
 
 
+def _any_of(texts: set[str]) -> str:
+    """A regular expression for the longest of `texts`: a trie, so hundreds of them cost no more than one."""
+    groups: dict[str, set[str]] = {}
+    for text in texts - {""}:
+        groups.setdefault(text[0], set()).add(text)
+    branches = []
+    for group in groups.values():
+        prefix = commonprefix(list(group))  # noqa: RUF071 - of characters indeed
+        branches.append(re.escape(prefix) + _any_of({text[len(prefix) :] for text in group}))
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")
+
+
 class _PlainEncoder:
     """Encodes text in which some special tokens are meant as plain text.
 
     A chat's rendered text mixes the template's control tokens with what users wrote. `guard` breaks the
-    special tokens in what users wrote with a mark nobody can guess; after rendering, those left whole are
-    the template's. They are swapped for aliases, the marks are dropped, and the whole text is encoded at
-    once by a copy of the tokenizer that knows no special tokens but the aliases: merges and leading spaces
-    come out as if the user's text held no special token.
+    special tokens in what users wrote with marks; after rendering, those left whole are the template's. They
+    are swapped for aliases nobody can guess, the marks are dropped, and the whole text is encoded at once by
+    a copy of the tokenizer that knows no special tokens but the aliases: merges and leading spaces come out
+    as if the user's text held no special token.
     """
+
+    # A noncharacter: Unicode keeps it for use inside a program, so no text to be exchanged loses it.
+    _MARK = "\ufdd0"
 
     def __init__(self, tokenizer: HfTokenizer, special: dict[int, str]) -> None:
         self._hf = tokenizer
         self._special_ids = {text: token_id for token_id, text in special.items()}
-        # Longest first: an alternation takes the first that matches.
-        texts = sorted(filter(None, self._special_ids), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        texts = set(self._special_ids) - {""}
+        self._pattern = re.compile(_any_of(texts)) if texts else None
         self._nonce = secrets.token_hex(8)
-        self._mark = f"\ue000{self._nonce}\ue001"
         self._lock = threading.Lock()
         self._copy: HfTokenizer | None = None
         self._alias_ids: dict[int, int] = {}  # of the copy's aliases, to the special tokens' own
 
     def guard(self, text: str) -> str:
-        """`text` with every special token in it broken by marks."""
+        """`text` with every special token in it broken: no two of its characters stay neighbours."""
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda match: self._mark.join([*match[0], ""]), text)
+        return self._pattern.sub(lambda match: self._MARK.join([*match[0], ""]), text)
 
     def is_guarded(self, text: str) -> bool:
-        return self._mark in text
-
-    def unguard(self, text: str) -> str:
-        return text.replace(self._mark, "")
+        return self._MARK in text
 
     def encode(self, text: str, add_special_tokens: bool) -> Any:
         """A `tokenizers.Encoding` of `text` with special tokens taken as text."""
@@ -323,11 +336,13 @@ class _PlainEncoder:
         copy = self._plain_copy()
         assert self._pattern is not None
         text = self._pattern.sub(lambda match: self._alias(self._special_ids[match[0]]), text)
-        ids: Iterable[int] = copy.encode(self.unguard(text), add_special_tokens=add_special_tokens).ids
+        ids: Iterable[int] = copy.encode(
+            text.replace(self._MARK, ""), add_special_tokens=add_special_tokens
+        ).ids
         return [self._alias_ids.get(token_id, token_id) for token_id in ids]
 
     def _alias(self, token_id: int) -> str:
-        return f"\ue000{self._nonce}:{token_id}\ue001"
+        return f"\ufdd1{self._nonce}:{token_id}\ufdd2"
 
     def _plain_copy(self) -> HfTokenizer:
         """Made when first needed: a copy takes some tenths of a second, and few texts need it."""

@@ -17,8 +17,10 @@ GGUF = Path(__file__).parents[1] / "goldens" / "gguf"
 # SmolLM2-135M-Instruct's own (Apache-2.0), from its GGUF file.
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
-    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}"
+    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Writes its own BOS and insists on alternating roles, as Llama 2's and Mistral's do.
@@ -170,7 +172,10 @@ def test_malformed_messages_are_refused(messages):
 
 
 def test_null_content_with_tool_calls_and_string_arguments_replayed():
-    source = "{% for m in messages %}[{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}]{% endfor %}"
+    source = (
+        "{% for m in messages %}[{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments.city }}{% endfor %}]{% endfor %}"
+    )
     call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"city": "Bern"}'}}
     messages = [
         user(),
@@ -189,7 +194,7 @@ def test_empty_tool_calls_and_null_fields_are_dropped():
     assert render(source, [message]) == "FalseFalse"
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "5"])
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", "[" * 100_000], ids=["open", "list", "int", "deep"])
 def test_tool_arguments_that_are_no_object_are_refused(arguments):
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     assert "arguments" in str(refusal(ECHO, [message]))
@@ -250,10 +255,31 @@ def test_special_token_text_in_one_message_leaves_the_others_ids_alone():
     assert guarded[: len(usual)] == usual
 
 
+def test_special_tokens_that_overlap_or_contain_each_other_stay_text():
+    assets = open_checkpoint(GGUF / "f16_tok_llama" / "model.gguf").tokenizer()
+    assets.tokenizer.add_special_tokens(["<[x]>", "[x]", "]>!", "<[x]>more"])
+    tokenizer = Tokenizer(assets, "<|user|>{{ messages[0].content }}")
+    for content in ("<[x]>!", "[[x]]>!", "<[x]>more", "]>!<[x]>mor", "<[x]\ufdd0>!"):
+        ids = tokenizer.apply_chat_template([user(content)])
+        assert [i for i in ids if i in tokenizer.special_ids] == [3]
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.replace("<|user|>", "").strip() == content.replace("\ufdd0", "")
+
+
 def test_special_token_text_in_roles_and_tools_stays_text_too():
     tokenizer = llama("{{ messages[0].role }}{{ tools[0].name }}")
     ids = tokenizer.apply_chat_template([{"role": "<|end|>", "content": ""}], tools=[{"name": "<|user|>"}])
     assert not tokenizer.special_ids & set(ids)
+
+
+def test_messages_nested_too_deeply_are_refused():
+    tools: list = []
+    for _ in range(100_000):
+        tools = [tools]
+    with pytest.raises(InvalidRequestError, match="deeply"):
+        llama().apply_chat_template([user()], tools=tools)
+    while tools:  # taken apart by hand: the interpreter frees deep lists by recursion
+        tools = tools.pop()
 
 
 def test_lone_surrogates_in_messages_are_refused():
