@@ -28,7 +28,7 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 65535
 DEFAULT_ALIGNMENT = 32
 # Values decoded at a time: the temporaries of a chunk stay in the processor's cache, and small in memory.
-CHUNK_VALUES = 1 << 16
+CHUNK_VALUES = 1 << 17
 
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS: dict[int, struct.Struct] = {

