@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +22,6 @@ class Target:
     model: str
     chat: bool = False
     ignore_eos: bool = True  # an extension that some servers refuse
-    api_key: str | None = None
 
     def body(self, item: TraceItem) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -44,10 +41,6 @@ class Target:
     def endpoint(self) -> str:
         return f"{self.url}/chat/completions" if self.chat else f"{self.url}/completions"
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
 
 def base_url(url: str) -> str:
     """The address with `/v1`, whether it was given or not."""
@@ -55,12 +48,12 @@ def base_url(url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-def new_session(target: Target) -> aiohttp.ClientSession:
+def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
     """A session without a connection limit: the benchmark decides how many requests are open."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=1800),
         connector=aiohttp.TCPConnector(limit=0),
-        headers=target.headers,
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
     )
 
 
@@ -110,49 +103,3 @@ async def send(session: aiohttp.ClientSession, target: Target, item: TraceItem) 
     finally:
         record.latency = time.perf_counter() - start
     return record
-
-
-async def closed_loop(
-    target: Target, items: Sequence[TraceItem], concurrency: int, done: Callable[[], None]
-) -> tuple[list[RequestRecord], float]:
-    """Keep `concurrency` requests open until all are answered. Returns records and wall seconds."""
-    gate = asyncio.Semaphore(concurrency)
-
-    async def run(session: aiohttp.ClientSession, item: TraceItem) -> RequestRecord:
-        async with gate:
-            record = await send(session, target, item)
-        done()
-        return record
-
-    async with new_session(target) as session:
-        start = time.perf_counter()
-        records = await asyncio.gather(*[run(session, item) for item in items])
-        return list(records), time.perf_counter() - start
-
-
-def arrival_times(n: int, rate: float, seed: int) -> list[float]:
-    """Seconds after the start at which `n` requests of a Poisson process of `rate` per second arrive."""
-    rng = random.Random(f"arrivals {seed}")  # apart from the trace's own stream
-    now, times = 0.0, []
-    for _ in range(n):
-        times.append(now)
-        now += rng.expovariate(rate)
-    return times
-
-
-async def open_loop(
-    target: Target, items: Sequence[TraceItem], times: Sequence[float], done: Callable[[], None]
-) -> tuple[list[RequestRecord], float]:
-    """Send each request at its time, whatever is still open. Returns records and wall seconds."""
-
-    async def run(session: aiohttp.ClientSession, item: TraceItem, at: float) -> RequestRecord:
-        await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-        record = await send(session, target, item)
-        done()
-        return record
-
-    async with new_session(target) as session:
-        start = time.perf_counter()
-        jobs = [run(session, item, at) for item, at in zip(items, times, strict=True)]
-        records = await asyncio.gather(*jobs)
-        return list(records), time.perf_counter() - start

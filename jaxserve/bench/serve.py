@@ -10,21 +10,15 @@ import argparse
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jaxserve.bench.client import (
-    Target,
-    arrival_times,
-    base_url,
-    closed_loop,
-    new_session,
-    open_loop,
-    served_models,
-)
+from jaxserve.bench.client import Target, base_url, new_session, send, served_models
+from jaxserve.bench.load import arrival_times, closed_loop, open_loop
 from jaxserve.bench.measure import (
     Goodput,
     Level,
@@ -99,44 +93,39 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def progress_bar(console: Console) -> Progress:
+def progress_bar() -> Progress:
+    """One line a level on stderr, gone when it ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-async def _target(args: argparse.Namespace) -> Target:
-    """The target, its model looked up when none was named. Raises aiohttp.ClientError or LookupError."""
-    url = base_url(args.url)
-    target = Target(url, args.model or "", args.chat, not args.respect_eos, args.api_key)
+async def _model_name(args: argparse.Namespace, session: aiohttp.ClientSession, url: str) -> str:
+    """The model that was named, else the first that is served. Raises aiohttp.ClientError or LookupError."""
     if args.model:
-        return target
-    async with new_session(target) as session:
-        models = await served_models(session, url)
+        return args.model
+    models = await served_models(session, url)
     if not models:
         raise LookupError(f"{url} lists no model: name one with --model")
-    return Target(url, models[0], args.chat, not args.respect_eos, args.api_key)
+    return models[0]
 
 
-async def _run(
-    args: argparse.Namespace, trace: list[TraceItem], console: Console
-) -> tuple[Target, list[Level]]:
-    target = await _target(args)
+async def _run(args: argparse.Namespace, trace: list[TraceItem], bar: Progress) -> tuple[Target, list[Level]]:
+    url = base_url(args.url)
     levels: list[Level] = []
-    with progress_bar(console) as bar:
-        for load in args.request_rate or args.concurrency:
-            items = trace if args.request_rate else items_for(trace, load)
-            label = f"{load:g} req/s" if args.request_rate else f"{load} at once"
-            task = bar.add_task(label, total=len(items))
-
-            def done(task=task) -> None:
-                bar.advance(task)
-
-            if args.request_rate:
-                records, wall = await open_loop(
-                    target, items, arrival_times(len(items), load, args.seed), done
-                )
-            else:
-                records, wall = await closed_loop(target, items, load, done)
+    async with new_session(args.api_key) as session:
+        target = Target(url, await _model_name(args, session, url), args.chat, not args.respect_eos)
+        request = partial(send, session, target)
+        for rate in args.request_rate or ():
+            label = f"{rate:g} req/s"
+            times = arrival_times(len(trace), rate, args.seed)
+            done = partial(bar.advance, bar.add_task(label, total=len(trace)))
+            records, wall = await open_loop(request, trace, times, done)
+            levels.append((Summary.of(label, records, wall, args.goodput), records))
+        for concurrency in () if args.request_rate else args.concurrency:
+            label, items = f"{concurrency} at once", items_for(trace, concurrency)
+            done = partial(bar.advance, bar.add_task(label, total=len(items)))
+            records, wall = await closed_loop(request, items, concurrency, done)
             levels.append((Summary.of(label, records, wall, args.goodput), records))
     return target, levels
 
@@ -162,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     trace = make_trace(args.n, args.seed, shared_prefix=args.shared_prefix)
     try:
-        target, levels = asyncio.run(_run(args, trace, Console(stderr=True)))
+        with progress_bar() as bar:
+            target, levels = asyncio.run(_run(args, trace, bar))
     except (aiohttp.ClientError, LookupError) as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from jaxserve.bench.client import arrival_times, base_url
+from jaxserve.bench.client import base_url
+from jaxserve.bench.load import arrival_times
 from jaxserve.bench.measure import Goodput, RequestRecord, Summary, percentile, write_json, write_plot
 
 
