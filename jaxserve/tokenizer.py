@@ -145,6 +145,18 @@ class Tokenizer:
         ids: list[int] = encode(text, add_special_tokens=add_special_tokens).ids
         return self._one_bos(ids) if add_special_tokens else ids
 
+    def bad_word_token_ids(self, word: str) -> list[list[int]]:
+        """Token sequences that spell `word`, inside a text and after a space (as in vLLM).
+
+        Other ways to cut the same text into tokens are not among them.
+        """
+        bare = self.encode(word.lstrip(), add_special_tokens=False, parse_special=False)
+        spaced = self.encode(" " + word.lstrip(), add_special_tokens=False, parse_special=False)
+        if not bare:
+            return []
+        # Where the space is a token of its own, the bare word's tokens come after it anyway.
+        return [bare] if spaced[-len(bare) :] == bare else [bare, spaced]
+
     def _one_bos(self, ids: list[int]) -> list[int]:
         bos = self.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -325,7 +337,8 @@ class _PlainEncoder:
         return self._pattern.sub(lambda match: self._MARK.join([*match[0], ""]), text)
 
     def is_guarded(self, text: str) -> bool:
-        return self._MARK in text
+        """Whether some of `text` was broken; without special tokens nothing ever is."""
+        return self._pattern is not None and self._MARK in text
 
     def encode(self, text: str, add_special_tokens: bool) -> Any:
         """A `tokenizers.Encoding` of `text` with special tokens taken as text."""

@@ -3,9 +3,11 @@
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
 
 from jaxserve.chat_template import ChatTemplate, check_template_kwargs, load_chat_template
 from jaxserve.errors import ConfigError, InvalidRequestError
@@ -264,6 +266,13 @@ def test_special_tokens_that_overlap_or_contain_each_other_stay_text():
         assert [i for i in ids if i in tokenizer.special_ids] == [3]
         text = tokenizer.decode(ids, skip_special_tokens=False)
         assert text.replace("<|user|>", "").strip() == content.replace("\ufdd0", "")
+
+
+def test_a_tokenizer_without_special_tokens_needs_no_marks():
+    hf = HfTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"))
+    assets = SimpleNamespace(tokenizer=hf, eos_token_ids=(), chat_template=ECHO, special_tokens_map={}, **ids)
+    assert Tokenizer(assets).apply_chat_template([user("\ufdd0")]) == [0]
 
 
 def test_special_token_text_in_roles_and_tools_stays_text_too():

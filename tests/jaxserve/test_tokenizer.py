@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.tokenizer import Tokenizer
@@ -121,8 +122,6 @@ def test_bos_is_added_once():
     assert tokenizer.encode("a").count(tokenizer.bos_token_id) == 1
     hf = HfTokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="a"))
     hf.add_special_tokens(["<s>"])
-    from tokenizers.processors import TemplateProcessing
-
     hf.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     assets = SimpleNamespace(
         tokenizer=hf,
@@ -147,6 +146,16 @@ def test_truncation_and_padding_of_the_file_are_off():
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"))
     assets = SimpleNamespace(tokenizer=hf, eos_token_ids=(), chat_template=None, special_tokens_map={}, **ids)
     assert Tokenizer(assets).encode("a a a a") == [0] * 4
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_bad_words_are_spelled_with_and_without_a_space(pack):
+    tokenizer = golden_tokenizer(pack)
+    sequences = tokenizer.bad_word_token_ids(" world")
+    assert tokenizer.encode("world", add_special_tokens=False) in sequences
+    spaced = tokenizer.encode("a world", add_special_tokens=False)
+    assert any(spaced[-len(ids) :] == ids for ids in sequences)
+    assert {tokenizer.decode(ids).strip() for ids in sequences} == {"world"}
 
 
 def test_lone_surrogates_are_refused():
