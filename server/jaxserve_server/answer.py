@@ -1,4 +1,4 @@
-"""The way from the engine's outputs to the client, one for both generation routes and for both ways to answer."""
+"""From the engine's outputs to the client: one way for both generation routes, streamed or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +89,8 @@ async def respond(
 
 
 async def _watched(
-    request: web.Request, outputs: AsyncIterator[tuple[int, RequestOutput]], answer: Answer
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+    request: web.Request, outputs: AsyncGenerator[tuple[int, RequestOutput]], answer: Answer
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """The outputs, counted for the usage and the log."""
     reasons: dict[tuple[int, int], str] = {}
     try:

@@ -46,8 +46,7 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatBody, model: str, work: Work, token_text: TokenText) -> None:
         super().__init__(body, model, work)
         self._token_text = token_text
-        context = work.prompts[0].token_ids
-        self._cursors = [ChoiceCursor(token_text, context, body.logprobs) for _ in range(body.n)]
+        self._cursors = [ChoiceCursor(token_text, work.prompts[0], body) for _ in range(body.n)]
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(self.body.n):
@@ -98,4 +97,6 @@ class ChatAnswer(Answer):
             self._token_text.chat_entry(choice.token_ids[position], positions[position], top)
             for position in range(delta.first_token, delta.end_token)
         ]
+        if delta.silent_token is not None and delta.first_token <= delta.silent_token < delta.end_token:
+            content[delta.silent_token - delta.first_token]["bytes"] = []  # the join of all bytes is the text
         return {"content": content, "refusal": None}

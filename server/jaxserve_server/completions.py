@@ -105,8 +105,7 @@ class CompletionAnswer(Answer):
     def _cursor(self, prompt_index: int, choice_index: int) -> ChoiceCursor:
         key = prompt_index, choice_index
         if key not in self._cursors:
-            context = self._prompts[prompt_index].token_ids
-            self._cursors[key] = ChoiceCursor(self._token_text, context, self.body.logprobs is not None)
+            self._cursors[key] = ChoiceCursor(self._token_text, self._prompts[prompt_index], self.body)
         return self._cursors[key]
 
     def _choice(

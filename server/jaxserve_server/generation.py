@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve_server.logprobs import TextOffsets, TokenText
 from jaxserve_server.metrics import Metrics
+from jaxserve_server.protocol import GenerationBody
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine, RequestStream
@@ -71,7 +72,7 @@ def submitted(engine: AsyncLLMEngine, work: Work) -> Iterator[list[RequestStream
 
 async def outputs_of(
     streams: Sequence[RequestStream], metrics: Metrics
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """(prompt index, cumulative output) as they come, from any of the streams, until all are finished."""
     observers = [metrics.observer() for _ in streams]
     if len(streams) == 1:
@@ -107,6 +108,7 @@ class Delta:
     first_token: int
     end_token: int
     offsets: list[int]  # of all tokens so far; empty when no logprobs are wanted
+    silent_token: int | None  # the position of the EOS or stop id that ended the choice: it has no text
     finish_reason: str | None
     stop_reason: str | int | None
 
@@ -117,13 +119,14 @@ class Delta:
 class ChoiceCursor:
     """Cuts one choice's cumulative outputs into deltas; one cut of the final output is the whole answer.
 
-    A token travels with the delta in which its text begins, so text that is held back (a possible stop string,
-    half a character) holds its tokens back too. Tokens that belong to a stop string cut from the text are
-    dropped: log-probabilities and text agree.
+    A token travels with the delta in which its text begins, so text that is held back (a possible stop
+    string, half a character) holds its tokens back too. Tokens that belong to a stop string cut from the text
+    are dropped: log-probabilities and text agree.
     """
 
-    def __init__(self, token_text: TokenText, prompt_token_ids: Sequence[int], want_logprobs: bool) -> None:
-        self._offsets = TextOffsets(token_text, prompt_token_ids) if want_logprobs else None
+    def __init__(self, token_text: TokenText, prompt: Prompt, body: GenerationBody) -> None:
+        self._shows_end = body.include_stop_str_in_output
+        self._offsets = TextOffsets(token_text, prompt.token_ids) if body.wants_logprobs else None
         self._num_chars = 0
         self._num_tokens = 0
         self.finished = False
@@ -138,7 +141,11 @@ class ChoiceCursor:
             self._offsets.extend(output.token_ids[len(offsets) :])
             self._num_tokens = self._end(output, offsets)
         self.finished = output.finished
-        return Delta(text, first, self._num_tokens, offsets, output.finish_reason, output.stop_reason)
+        by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        silent = len(output.token_ids) - 1 if by_token and not self._shows_end else None
+        return Delta(
+            text, first, self._num_tokens, offsets, silent, output.finish_reason, output.stop_reason
+        )
 
     def _end(self, output: CompletionOutput, offsets: list[int]) -> int:
         if output.finished and not isinstance(output.stop_reason, str):

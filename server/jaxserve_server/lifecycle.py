@@ -38,8 +38,8 @@ _REFUSALS = {
 class Lifecycle:
     """Owns the engine from its loading to its shutdown.
 
-    `load_engine` blocks until the engine can serve; it runs in a thread of its own, so that the socket answers
-    meanwhile.
+    `load_engine` blocks until the engine can serve; it runs in a thread of its own, so that the socket
+    answers meanwhile.
     """
 
     def __init__(self, load_engine: Callable[[], AsyncLLMEngine]) -> None:
@@ -59,7 +59,7 @@ class Lifecycle:
     async def load(self) -> AsyncLLMEngine:
         """Load the engine and become ready; raises what the loading raised.
 
-        A daemon thread, not an executor's: an exit that was asked for while weights load does not wait for it.
+        A daemon thread, not an executor's: an exit while weights load does not wait for it.
         """
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[AsyncLLMEngine] = loop.create_future()

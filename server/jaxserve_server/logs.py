@@ -21,7 +21,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """`time level message key=value ...`; control characters escaped, so that nobody writes lines of their own."""
+    """`time level message key=value ...`; control characters escaped: nobody forges lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S")

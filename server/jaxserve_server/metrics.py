@@ -1,7 +1,7 @@
 """Prometheus metrics: `jaxserve_*`, and vLLM's names for those that mean the same there.
 
-Counts and times of requests are observed as outputs pass by; gauges and the engine's own counters are read from
-`engine.stats()` when somebody scrapes.
+Counts and times of requests are observed as outputs pass by; gauges and the engine's own counters are read
+from `engine.stats()` when somebody scrapes.
 """
 
 from __future__ import annotations
@@ -32,47 +32,9 @@ _SHARED_WITH_VLLM = frozenset(
     "request_generation_tokens".split()
 )
 
-_LATENCY_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
-_TOKEN_GAP_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-)
-_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
+_TOKEN_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKEN_BUCKETS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 

@@ -21,8 +21,8 @@ access_logger = logging.getLogger("jaxserve_server.access")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_REQUEST_ID = "jaxserve_request_id"  # keys of the request's own storage
-_LOG_FIELDS = "jaxserve_log_fields"
+_REQUEST_ID = web.RequestKey("request_id", str)
+_LOG_FIELDS = web.RequestKey("log_fields", dict)
 _OPEN_ATTRIBUTE = "_jaxserve_open"
 
 _ACCEPTABLE_ID = re.compile(r"[!-~]{1,128}")
@@ -109,7 +109,7 @@ def _allowed_origin(request: web.Request) -> str | None:
 
 
 def authenticate(keys: tuple[bytes, ...]) -> Any:
-    """Middleware that asks for one of `keys` on every matched route that is not marked open, and on none at all."""
+    """Middleware: one of `keys` opens every path but those whose handler is marked open."""
     digests = [hashlib.sha256(key).digest() for key in keys]
 
     @web.middleware

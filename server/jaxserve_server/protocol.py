@@ -1,16 +1,16 @@
 """The bodies that clients send, as http clients of OpenAI's API know them.
 
-Every optional field takes an explicit null as absent; numbers are strict (0.5 or "1" is not an integer, true is
-not a number) and finite; unknown fields are ignored; a field that is known and not honoured is an error that
-names it. `parse` turns whatever is wrong into one `InvalidRequestError`. Rules that hold for Python callers too
-(stop strings, logit_bias, token ids in the vocabulary) are `SamplingParams`'.
+Every optional field takes an explicit null as absent; numbers are strict (0.5 or "1" is not an integer, true
+is not a number) and finite; unknown fields are ignored; a field that is known and not honoured is an error
+that names it. `parse` turns whatever is wrong into one `InvalidRequestError`. Rules that hold for Python
+callers too (stop strings, logit_bias, token ids in the vocabulary) are `SamplingParams`'.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from jaxserve.chat_template import check_template_kwargs
 from jaxserve.errors import InvalidRequestError
@@ -18,16 +18,9 @@ from jaxserve.errors import InvalidRequestError
 MAX_PROMPTS = 1024
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
-MAX_LIST = 4096  # strings in a list
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-# FailFast: one error is enough, and a list may have millions of elements.
-TokenIds = Annotated[list[Int64], FailFast()]
-Strings = Annotated[list[str], FailFast(), Field(max_length=MAX_LIST)]
-# What is in a message is checked where it is rendered, by `jaxserve.chat_template`.
-Messages = Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
-
 BodyT = TypeVar("BodyT", bound="Body")
 
 
@@ -102,10 +95,11 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(None, gt=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: Int64 | None = None
-    stop: str | Strings | None = None
-    stop_token_ids: TokenIds | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Strings | None = None
+    stop: Any = None  # a string or a list of up to 4: SamplingParams says what is wrong with anything else
+    # fail_fast: one error is enough, and a list may have millions of elements.
+    stop_token_ids: list[Int64] | None = Field(None, fail_fast=True)
+    allowed_token_ids: list[Int64] | None = Field(None, fail_fast=True)
+    bad_words: list[str] | None = Field(None, fail_fast=True)
     logit_bias: dict[str, float] | None = Field(None, max_length=300)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -125,6 +119,12 @@ class GenerationBody(Body):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer shows log-probabilities of the generated tokens."""
+        logprobs: int | bool | None = getattr(self, "logprobs", None)
+        return logprobs is not None and logprobs is not False
 
     @property
     def include_usage(self) -> bool:
@@ -201,7 +201,8 @@ class ChatBody(GenerationBody):
         "suffix": ("",),
     }
 
-    messages: Messages
+    # What is in a message is checked where it is rendered, by `jaxserve.chat_template`.
+    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -225,7 +226,7 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, fail_fast=True)
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -246,7 +247,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str = ""
-    tokens: Annotated[list[Int64], FailFast()]
+    tokens: list[Int64] = Field(fail_fast=True)
 
 
 def check_template_options(body: ChatBody | TokenizeBody) -> None:

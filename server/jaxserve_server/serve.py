@@ -36,7 +36,7 @@ def serve(
 
     Raises what `load_engine` raised, ConfigError for a bad certificate, and OSError where the port is taken.
     """
-    interrupted_loading = []
+    interrupted_loading: list[bool] = []
     code = asyncio.run(_serve(config, load_engine, model_names, interrupted_loading))
     if interrupted_loading:
         # The loading thread cannot be stopped, and an interpreter that ends under it may crash.

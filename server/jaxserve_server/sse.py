@@ -19,8 +19,8 @@ class SlowReaderError(ConnectionError):
 class EventStream:
     """A response whose events go out as they are made.
 
-    A write waits when the client does not read (aiohttp holds at most 64 KiB for it, and meanwhile the engine's
-    outputs coalesce); a client that does not read for `patience` seconds is cut off.
+    A write waits when the client does not read (aiohttp holds at most 64 KiB for it, and meanwhile the
+    engine's outputs coalesce); a client that does not read for `patience` seconds is cut off.
     """
 
     def __init__(self, request: web.Request, patience: float = SLOW_READER_SECONDS) -> None:
