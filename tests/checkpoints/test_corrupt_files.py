@@ -294,3 +294,11 @@ def test_random_bytes_only_ever_raise_checkpoint_errors(path, weights, data, mag
     for file in (path, weights):
         file.write_bytes(magic + data)
         read_everything(file)
+
+
+@fuzz
+@given(places=flips)
+def test_flipped_bytes_of_a_tokenizer_file_only_ever_raise_checkpoint_errors(weights, tokenizer_json, places):
+    weights.write_bytes(save({"a": np.ones(3, np.float32)}))
+    (weights.parent / "tokenizer.json").write_bytes(flipped(tokenizer_json, len(tokenizer_json), places))
+    read_everything(weights)
