@@ -17,8 +17,8 @@ def main() -> int:
                 continue  # importing it would run the command
             try:
                 importlib.import_module(name)
-            except ImportError as error:
-                failures.append(f"{name}: {error}")
+            except Exception as error:  # whatever stops one module, the others are tried too
+                failures.append(f"{name}: {type(error).__name__}: {error}")
             count += 1
     print(f"imported {count} modules with the run-time dependencies only")
     for line in failures:
