@@ -143,9 +143,7 @@ class ChoiceCursor:
         self.finished = output.finished
         by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         silent = len(output.token_ids) - 1 if by_token and not self._shows_end else None
-        return Delta(
-            text, first, self._num_tokens, offsets, silent, output.finish_reason, output.stop_reason
-        )
+        return Delta(text, first, self._num_tokens, offsets, silent, output.finish_reason, output.stop_reason)
 
     def _end(self, output: CompletionOutput, offsets: list[int]) -> int:
         if output.finished and not isinstance(output.stop_reason, str):

@@ -22,7 +22,7 @@ access_logger = logging.getLogger("jaxserve_server.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = web.RequestKey("request_id", str)
-_LOG_FIELDS = web.RequestKey("log_fields", dict)
+_LOG_FIELDS = web.RequestKey("log_fields", dict[str, Any])
 _OPEN_ATTRIBUTE = "_jaxserve_open"
 
 _ACCEPTABLE_ID = re.compile(r"[!-~]{1,128}")

@@ -1,0 +1,56 @@
+"""`jaxserve serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxserve.cli.command import Command, Values
+
+if TYPE_CHECKING:
+    from jaxserve.async_engine import AsyncLLMEngine
+
+
+def _groups() -> Mapping[str, type]:
+    from jaxserve.engine_args import EngineArgs
+    from jaxserve_server.config import ServerConfig
+
+    return {"server": ServerConfig, "engine": EngineArgs}
+
+
+def run(values: Values) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    from jaxserve.engine_args import EngineArgs
+    from jaxserve_server.config import ServerConfig
+    from jaxserve_server.logs import configure_logging
+    from jaxserve_server.serve import serve
+
+    config = values.make(ServerConfig)
+    args = values.make(EngineArgs)
+    configure_logging(config.log_format)
+
+    def load() -> AsyncLLMEngine:
+        # Importing jax takes a second or two; the socket is open by now.
+        from jaxserve.async_engine import AsyncLLMEngine
+
+        return AsyncLLMEngine.from_engine_args(args)
+
+    names = args.served_model_name
+    served = (names,) if isinstance(names, str) else tuple(names or ())
+    return serve(config, load, served or (str(args.model),))
+
+
+COMMAND = Command(
+    name="serve",
+    help="serve a model over HTTP, as OpenAI's API does",
+    examples="""\
+  jaxserve serve                                        the built-in model on http://127.0.0.1:8000
+  jaxserve serve org/name --host 0.0.0.0 --api-key KEY
+  jaxserve serve model.gguf --max-model-len 4096 --max-num-seqs 32
+  JAXSERVE_PORT=9000 jaxserve serve --config serve.yaml
+
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+       -d '{"prompt": "The capital of France is", "max_tokens": 8}'""",
+    run=run,
+    groups=_groups,
+)
