@@ -93,6 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def new_console() -> Console:
+    """Standard output, wide enough for every column where it is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
 def progress_bar() -> Progress:
     """One line a level on stderr, gone when it ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -132,7 +137,7 @@ async def _run(args: argparse.Namespace, trace: list[TraceItem], bar: Progress) 
 
 def report(args: argparse.Namespace, title: str, settings: dict[str, object], levels: list[Level]) -> int:
     """Print the table, write the files that were asked for. Returns 1 when a request failed."""
-    Console(width=None if sys.stdout.isatty() else 160).print(summary_table([s for s, _ in levels], title))
+    new_console().print(summary_table([summary for summary, _ in levels], title))
     if args.json:
         write_json(args.json, settings, levels)
     if args.plot:
