@@ -54,6 +54,7 @@ class Request:
     page_ids: list[int] = field(
         default_factory=list, init=False
     )  # page i holds positions [i, i + 1) * page_size
+    cache_root: bytes = field(default=b"", init=False)  # start of its hash chain
     page_hashes: list[bytes] = field(
         default_factory=list, init=False
     )  # of the first full pages of known tokens

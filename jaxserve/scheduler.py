@@ -190,6 +190,7 @@ class Scheduler:
         if config.max_queue is not None and len(self._requests) >= config.max_num_seqs + config.max_queue:
             raise QueueFullError(f"{len(self._waiting)} requests are waiting; try again later")
         request.max_total_tokens = limit
+        self._start_hash_chain(request)
         request.arrival_index = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request
@@ -270,7 +271,7 @@ class Scheduler:
         self.allocator.reset_prefix_cache()
         self._cache_epoch += 1
         for request in self._waiting:
-            request.page_hashes.clear()
+            self._start_hash_chain(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queue, slots and pages agree. Takes time in proportion to the pool."""
@@ -415,12 +416,16 @@ class Scheduler:
 
     # Prefix cache.
 
+    def _start_hash_chain(self, request: Request) -> None:
+        request.cache_root = cache_root(self._model_id, request.cache_salt, self._cache_epoch)
+        request.page_hashes = []
+
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Hashes of the first `count` full pages of known tokens; computed once and kept with the request."""
         hashes = request.page_hashes
         if len(hashes) < count:
             size = self.config.page_size
-            root = hashes[-1] if hashes else cache_root(self._model_id, request.cache_salt, self._cache_epoch)
+            root = hashes[-1] if hashes else request.cache_root
             hashes += page_hashes(request.known_tokens(len(hashes) * size, count * size), size, root)
         return hashes[:count]
 

@@ -88,6 +88,14 @@ def test_decodes_come_first_then_running_prompts_then_new_ones():
     assert output.num_tokens == 32
 
 
+def test_a_long_prompt_of_a_higher_priority_does_not_hold_decodes_up():
+    scheduler = make_scheduler(policy="priority")
+    add(scheduler, "a", prompt=4, priority=1)
+    step(scheduler)
+    add(scheduler, "b", prompt=90, priority=0)
+    assert [step(scheduler) for _ in range(3)] == [{"a": 1, "b": 31}] * 3
+
+
 def test_a_budget_below_the_number_of_decodes_is_kept():
     scheduler = make_scheduler(max_num_batched_tokens=2)
     for name in "abc":
@@ -350,20 +358,23 @@ def test_a_token_in_flight_at_preemption_is_kept_and_awaited():
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
-    scheduler = make_scheduler(num_pages=8, max_num_seqs=4, enable_prefix_caching=False)
-    for name in "abc":
-        add(scheduler, name, max_tokens=16)
-    steps = 0
-    while True:
-        if steps == 4:
-            add(scheduler, "d", prompt=1, max_tokens=2)  # the third decode fills the pool: this one waits
-        output = scheduler.schedule()
-        if output.preempted:
-            break
-        finish_step(scheduler, output)
-        steps += 1
+    def schedule_step(number: int, late: bool) -> tuple[Scheduler, SchedulerOutput]:
+        scheduler = make_scheduler(num_pages=8, policy="priority", enable_prefix_caching=False)
+        for name in "abc":
+            add(scheduler, name, max_tokens=16)
+        for _ in range(number):
+            step(scheduler)
+        if late:
+            add(scheduler, "d", prompt=1, priority=-1)  # first in order, and one page is enough for it
+        return scheduler, scheduler.schedule()
+
+    preempting = next(number for number in range(50) if schedule_step(number, late=False)[1].preempted)
+    scheduler, output = schedule_step(preempting, late=True)
+    assert output.preempted
     assert scheduler.allocator.num_free > 0
-    assert not any(part.upload for part in output.scheduled)
+    assert "d" not in sizes(output)
+    finish_step(scheduler, output)
+    assert "d" in sizes(scheduler.schedule())
 
 
 def test_nobody_overtakes_a_blocked_head():
@@ -473,15 +484,30 @@ def test_requests_of_one_salt_share():
 
 
 def test_after_a_reset_nothing_computed_before_or_by_those_running_is_found():
-    scheduler = make_scheduler(max_num_seqs=1)
-    a = add(scheduler, "a", prompt=[1] * 6, max_tokens=6)
-    b = add(scheduler, "b", prompt=[1] * 6 + [TOKEN] * 6)
+    scheduler = make_scheduler(num_pages=7)
+    a = add(scheduler, "a", prompt=[1] * 5, max_tokens=6)
+    b = add(scheduler, "b", prompt=[1] * 5 + [TOKEN] * 18, max_tokens=1)  # takes the pool: waits for a's end
     step(scheduler)
     scheduler.reset_prefix_cache()
     scheduler.check_integrity()
     while not a.is_finished:
         step(scheduler)
     step(scheduler)
+    assert b.is_finished
+    assert b.num_cached_tokens == 0
+
+
+def test_pages_filled_after_a_reset_by_those_running_before_are_not_found():
+    scheduler = make_scheduler(num_pages=7)
+    a = add(scheduler, "a", prompt=[1] * 2, max_tokens=9)
+    b = add(scheduler, "b", prompt=[1] * 2 + [TOKEN] * 21, max_tokens=1)
+    step(scheduler)
+    scheduler.reset_prefix_cache()  # no page of a is full yet
+    while not a.is_finished:
+        step(scheduler)
+    assert scheduler.allocator.num_cached == 2
+    step(scheduler)
+    assert b.is_finished
     assert b.num_cached_tokens == 0
 
 
