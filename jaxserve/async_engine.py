@@ -1,0 +1,189 @@
+"""`AsyncLLMEngine`: the engine for asyncio. Many requests at once, each an async iterator of its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from jaxserve.engine import EngineStats, LLMEngine, Prompt
+from jaxserve.engine_args import EngineArgs
+from jaxserve.engine_loop import EngineLoop
+from jaxserve.loading import load_engine
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+
+class RequestStream:
+    """Outputs of one request, cumulative; those not read in time are replaced by newer ones.
+
+    Iterating ends after the finished output. Leaving the iteration early does not end the request: call
+    `abort`, or use `AsyncLLMEngine.generate`, which does.
+    """
+
+    def __init__(self, loop: EngineLoop, request_id: str, *, final_only: bool) -> None:
+        self.request_id = request_id
+        self.final_only = final_only
+        self._engine_loop = loop
+        self._event_loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._newest: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._is_over = False
+
+    # Called on the engine's thread.
+
+    def put(self, output: RequestOutput) -> None:
+        self._newest = output
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._ready.set)
+
+    # Called on the event loop.
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        while True:
+            # Cleared before the look, so that what comes after the look is waited for.
+            self._ready.clear()
+            output, self._newest = self._newest, None
+            if output is not None:
+                self._is_over = output.finished
+                return output
+            if self._error is not None:
+                self._is_over = True
+                raise self._error
+            await self._ready.wait()
+
+    async def final(self) -> RequestOutput:
+        """The finished output."""
+        async for output in self:
+            if output.finished:
+                return output
+        raise AssertionError("a stream ends with a finished output or an error")
+
+    def abort(self) -> None:
+        """End the request and free its pages; harmless when it has ended. Its last output is still read."""
+        self._engine_loop.abort(self.request_id, self)
+
+
+class AsyncLLMEngine:
+    """An engine on a thread of its own, for asyncio programs. Methods are called from an event loop."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._loop = EngineLoop(engine)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs | Mapping[str, Any], **kwargs: Any) -> AsyncLLMEngine:
+        """Load a model; blocks until it is ready. `kwargs` go to `jaxserve.loading.load_engine`."""
+        if not isinstance(args, EngineArgs):
+            args = EngineArgs.from_mapping(args)
+        return cls(load_engine(args, **kwargs))
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.config.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.config.model.vocab_size
+
+    @property
+    def model_name(self) -> str:
+        return self._engine.config.model_name
+
+    @property
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Sampling parameters that the model's generation_config suggests."""
+        return dict(self._engine.config.default_sampling_params)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._loop.is_alive
+
+    @property
+    def is_dead(self) -> bool:
+        return not self._loop.is_alive
+
+    @property
+    def error(self) -> BaseException | None:
+        """What stopped the engine, if something did."""
+        return self._loop.error
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        final_only: bool = False,
+    ) -> RequestStream:
+        """Submit a request; `final_only` saves the work of outputs that nobody reads.
+
+        Raises InvalidRequestError, QueueFullError or EngineDeadError before anything is queued.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        new = self._engine.prepare(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+        stream = RequestStream(self._loop, request_id, final_only=final_only)
+        self._loop.submit(new, stream)
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Cumulative outputs until the request is finished; closing the iterator aborts it."""
+        stream = self.add_request(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.abort()
+
+
+    async def update_weights(self, params: Any) -> None:
+        """See `LLMEngine.update_weights`."""
+        await asyncio.wrap_future(self._loop.call(lambda: self._engine.update_weights(params)))
+
+    async def reset_prefix_cache(self) -> None:
+        await asyncio.wrap_future(self._loop.call(self._engine.scheduler.reset_prefix_cache))
+
+    async def drain(self, timeout: float) -> bool:
+        """Wait until no request is left, `timeout` seconds at most; whether none is."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self._loop.num_unfinished and self._loop.is_alive:
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def shutdown(self) -> None:
+        """Stop the engine's thread; requests that are left fail with EngineDeadError. Idempotent."""
+        self._loop.close()

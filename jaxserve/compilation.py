@@ -1,0 +1,154 @@
+"""Compiled programs: few, lazy, kept on disk, counted.
+
+XLA compiles a program for fixed shapes. A `ProgramTable` holds one program for each bucket: a batch runs in
+the tightest compiled bucket that holds it; when only a wider one is there, that one serves at once while the
+tight one compiles in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.batch import Bucket
+from jaxserve.errors import ConfigError
+
+log = logging.getLogger("jaxserve")
+Program = Callable[..., Any]
+
+
+def use_compilation_cache(directory: Path) -> None:
+    """Keep compiled programs in `directory` (made 0700), unless the user set a place in jax's own config.
+
+    What lies there is loaded as code. Raises ConfigError when the directory is another user's.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = directory.stat()
+    if hasattr(os, "getuid") and info.st_uid != os.getuid():
+        raise ConfigError(f"compilation cache {directory} belongs to another user")
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"compilation cache {directory} is writable by others (chmod 700 it)")
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def bucket_ladders(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[list[Bucket], list[Bucket]]:
+    """The buckets of an engine: decode (one token a row) and mixed, each from small to large."""
+    rows = [1]
+    while rows[-1] < max_num_seqs:
+        rows.append(min(max(4, rows[-1] * 2), max_num_seqs))
+    mixed_rows = [r for r in (8, 64) if r < max_num_seqs] + [max_num_seqs]
+    tokens = [16]
+    while tokens[-1] < max_num_batched_tokens:
+        tokens.append(min(tokens[-1] * (4 if tokens[-1] < 64 else 2), max_num_batched_tokens))
+    decode = [Bucket(n, n, True) for n in rows]
+    mixed = [Bucket(t, r, False) for t in tokens for r in mixed_rows if r <= t]
+    if not mixed or mixed[-1].num_rows < max_num_seqs:  # more rows than tokens in a step
+        mixed.append(Bucket(tokens[-1], max_num_seqs, False))
+    return decode, mixed
+
+
+class ProgramTable:
+    """Programs by bucket, compiled on demand. `choose` is called by the engine's thread alone."""
+
+    def __init__(self, buckets: Iterable[Bucket], compile_bucket: Callable[[Bucket], Program]) -> None:
+        self.buckets = sorted(buckets, key=_cost)
+        self._compile_bucket = compile_bucket
+        self._programs: dict[Bucket, Program] = {}
+        self._errors: list[BaseException] = []
+        self._wanted: set[Bucket] = set()
+        self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Condition()
+        self.num_compilations = 0
+        self.seconds = 0.0  # spent compiling (or loading from the cache on disk)
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> tuple[Bucket, Program]:
+        """The program for a batch; compiles in the foreground only when nothing compiled holds it."""
+        fitting = [b for b in self.buckets if b.holds(num_tokens, num_rows, decode_only)]
+        assert fitting, f"no bucket holds {num_tokens} tokens in {num_rows} rows"
+        if self._errors:
+            raise self._errors[0]
+        best = fitting[0]
+        for bucket in fitting:
+            program = self._programs.get(bucket)
+            if program is not None:
+                if bucket is not best:
+                    self.request(best)
+                return bucket, program
+        return best, self.compile_now(best)
+
+    def compile_now(self, bucket: Bucket) -> Program:
+        program = self._programs.get(bucket)
+        if program is None:
+            started = time.perf_counter()
+            program = self._compile_bucket(bucket)
+            elapsed = time.perf_counter() - started
+            self._programs[bucket] = program
+            self.num_compilations += 1
+            self.seconds += elapsed
+            kind = "decode" if bucket.decode_only else "mixed"
+            log.info(
+                "compiled %s step for %d tokens in %d rows (%.1f s)", kind, bucket.num_tokens, bucket.num_rows, elapsed
+            )
+        return program
+
+    def request(self, bucket: Bucket) -> None:
+        """Compile `bucket` in the background, once."""
+        with self._idle:
+            if bucket in self._wanted or bucket in self._programs:
+                return
+            self._wanted.add(bucket)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="compile", daemon=True)
+                self._thread.start()
+        self._queue.put(bucket)
+
+    def wait(self) -> None:
+        """Until the background has nothing left to compile; raises what a compilation raised."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._wanted)
+        if self._errors:
+            raise self._errors[0]
+
+    def close(self) -> None:
+        """Drop what is queued and let the thread end after the compilation it is in."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            while True:
+                try:
+                    self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            self._queue.put(None)
+            thread.join()
+
+    def _work(self) -> None:
+        while (bucket := self._queue.get()) is not None:
+            try:
+                self.compile_now(bucket)
+            except BaseException as error:  # handed to the engine's thread by `choose`
+                self._errors.append(error)
+            finally:
+                with self._idle:
+                    self._wanted.discard(bucket)
+                    self._idle.notify_all()
+
+
+def _cost(bucket: Bucket) -> tuple[int, int, bool]:
+    return bucket.num_tokens, bucket.num_rows, not bucket.decode_only

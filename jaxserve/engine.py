@@ -1,0 +1,325 @@
+"""The engine: schedule, run, update. Synchronous; one thread owns it (see `engine_loop`)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.model_runner import ModelRunner, StepHandle
+from jaxserve.models.config import ModelConfig
+from jaxserve.output_processor import OutputProcessor
+from jaxserve.outputs import RequestOutput, TokenLogprobs
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import Scheduler
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights import ModelSkeleton, rope_leaf, weights_from
+
+# A text, token ids, or {"prompt": text, "prompt_token_ids": ids} with either or both.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_RUN_AHEAD = 1  # steps that may be under way when the next one is scheduled
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A picture of the engine; counters since its start."""
+
+    num_running: int
+    num_waiting: int
+    pages_total: int  # that can be allocated
+    pages_used: int
+    pages_cached: int  # free, and still holding a prefix
+    pages_free: int  # cached ones included
+    prefix_queries: int  # tokens
+    prefix_hits: int  # tokens
+    num_preemptions: int
+    num_compilations: int
+    num_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    last_step_age: float | None  # seconds since a step began that has not ended
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine tells its users of itself."""
+
+    model_name: str
+    model: ModelConfig
+    max_model_len: int
+    max_logprobs: int
+    default_sampling_params: Mapping[str, Any]
+    eos_token_ids: frozenset[int]
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A validated request, ready for the engine's thread."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class LLMEngine:
+    """Owns the scheduler, the runner and the outputs. All methods but `prepare` belong to one thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        skeleton: ModelSkeleton,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.config = config
+        self.skeleton = skeleton
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.processor = OutputProcessor(tokenizer)
+        self._under_way: deque[StepHandle] = deque()
+        self._choices: dict[str, list[Request]] = {}  # request id -> its choices
+        self._owner: dict[str, str] = {}  # a choice's id -> request id
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._random = random.Random(config.seed)
+        self._num_requests = 0
+        self.num_steps = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self._step_started: float | None = None
+
+    # ---- requests
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> NewRequest:
+        """Tokenise and validate; callable from any thread. Raises InvalidRequestError."""
+        text, token_ids = self._tokenise(prompt)
+        vocab_size = self.config.model.vocab_size
+        if any(not 0 <= i < vocab_size for i in token_ids):
+            raise InvalidRequestError(f"prompt token ids must be in [0, {vocab_size})", "prompt")
+        params.validate_for(vocab_size, self.config.max_logprobs)
+        if self.tokenizer is None and params.bad_words:
+            raise InvalidRequestError("bad_words need a tokenizer, and this model has none", "bad_words")
+        self.scheduler.config.total_tokens_limit(len(token_ids), params.max_tokens)
+        return NewRequest(request_id, text, token_ids, params, priority, cache_salt)
+
+    def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        ids: Any = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        else:
+            ids = prompt
+        if ids is None:
+            if text is None:
+                raise InvalidRequestError("a prompt needs a text or prompt_token_ids", "prompt")
+            if self.tokenizer is None:
+                raise InvalidRequestError("this model has no tokenizer: give the prompt as token ids", "prompt")
+            return text, self.tokenizer.encode(text)
+        if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids):
+            raise InvalidRequestError("prompt token ids must be integers", "prompt")
+        return text, [int(i) for i in ids]
+
+    def add(self, new: NewRequest) -> None:
+        """Queue a prepared request. Raises QueueFullError, InvalidRequestError for an id in use."""
+        params = new.params
+        words = [ids for w in params.bad_words or () for ids in self._bad_word_ids(w)]
+        requests = []
+        for index in range(params.n):
+            seed = self._random.getrandbits(64) if params.seed is None else params.seed + index
+            self._num_requests += 1
+            requests.append(
+                Request(
+                    request_id=f"{self._num_requests}",  # ours: a caller's may come twice
+                    prompt_token_ids=new.prompt_token_ids,
+                    params=params,
+                    priority=new.priority,
+                    cache_salt=new.cache_salt,
+                    seed=seed,
+                    eos_token_ids=frozenset() if params.ignore_eos else self.config.eos_token_ids,
+                    bad_words_token_ids=words,
+                )
+            )
+        self.processor.add(new.request_id, new.prompt, requests, params)
+        try:
+            for request in requests:
+                self.scheduler.add_request(request)
+        except Exception:
+            for request in requests:
+                self.scheduler.abort(request.request_id)
+            self.processor.remove(new.request_id)
+            raise
+        self._choices[new.request_id] = requests
+        self._owner.update((request.request_id, new.request_id) for request in requests)
+        self.prompt_tokens += len(new.prompt_token_ids)
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[new.request_id] = [None] * len(new.prompt_token_ids)
+
+    def _bad_word_ids(self, word: str) -> list[list[int]]:
+        assert self.tokenizer is not None
+        return self.tokenizer.bad_word_token_ids(word)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and free its pages; its last state, None when it is not known."""
+        choices = self._choices.get(request_id)
+        if choices is None:
+            return None
+        for request in choices:
+            self.scheduler.abort(request.request_id)
+        self.processor.abort(request_id)
+        output = self.processor.snapshot(request_id)
+        self._forget(request_id)
+        return output
+
+    def _forget(self, request_id: str) -> None:
+        self.processor.remove(request_id)
+        self._prompt_logprobs.pop(request_id, None)
+        for request in self._choices.pop(request_id):
+            del self._owner[request.request_id]
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._under_way)
+
+    @property
+    def has_step_under_way(self) -> bool:
+        return bool(self._under_way)
+
+    clock = staticmethod(time.monotonic)  # seconds; the scheduler's
+
+    # ---- the three verbs
+
+    def step(self, wants_output: Callable[[str], bool] = lambda request_id: True) -> list[RequestOutput]:
+        """Schedule and start a step, then take the results of the one before it.
+
+        Returns the state of the requests that advanced: of all that finished, and of those others that
+        `wants_output` names. Empty when nothing could be done yet.
+        """
+        output = self.scheduler.schedule()
+        if output.scheduled:
+            if self._step_started is None:
+                self._step_started = time.monotonic()
+            self._under_way.append(self.runner.execute(output))
+            self.num_steps += 1
+        if len(self._under_way) > _RUN_AHEAD or (self._under_way and not output.scheduled):
+            outputs = self._take_results(self._under_way.popleft(), wants_output)
+            self._step_started = time.monotonic() if self._under_way else None
+            return outputs
+        return []
+
+    def _take_results(self, handle: StepHandle, wants_output: Callable[[str], bool]) -> list[RequestOutput]:
+        tokens = handle.tokens()
+        logprobs = handle.logprobs()
+        self._take_prompt_logprobs(handle)
+        touched: dict[str, bool] = {}
+        # Of an unfinished request only what this step sampled: a request aborted meanwhile is not there.
+        sampled = {item.request.request_id for item in handle.output.scheduled if item.samples}
+        for request in self.scheduler.update(handle.output, tokens):
+            key = request.request_id
+            owner = self._owner.get(key)
+            if owner is None:
+                continue
+            if key in sampled:
+                self.generation_tokens += 1
+                hit = self.processor.process(request, tokens[key], logprobs.get(key))
+                if hit is not None and not request.is_finished:
+                    self.scheduler.finish(key, "stop", hit.stop_string)
+            if request.is_finished:
+                self.processor.finish(request)
+            touched[owner] = True
+        outputs = []
+        for request_id in touched:
+            is_finished = all(request.is_finished for request in self._choices[request_id])
+            if is_finished or wants_output(request_id):
+                outputs.append(self.processor.snapshot(request_id))
+            if is_finished:
+                self._forget(request_id)
+        return outputs
+
+    def _take_prompt_logprobs(self, handle: StepHandle) -> None:
+        for request, first, entries in handle.prompt_logprobs():
+            owner = self._owner.get(request.request_id)
+            if owner is None:
+                continue
+            table = self._prompt_logprobs[owner]
+            table[first : first + len(entries)] = entries
+            if all(entry is not None for entry in table[1:]):
+                self.processor.set_prompt_logprobs(owner, table)
+
+    # ---- beside the requests
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Raw logits float32 [num_tokens, vocab]; borrows free pages for the time of the call."""
+        ids = self._tokenise({"prompt_token_ids": token_ids})[1]
+        vocab_size, limit = self.config.model.vocab_size, self.config.max_model_len
+        if not ids or any(not 0 <= i < vocab_size for i in ids):
+            raise InvalidRequestError(f"token ids must be a non-empty list of ids in [0, {vocab_size})", "token_ids")
+        if len(ids) > limit:
+            raise InvalidRequestError(f"maximum context length is {limit} tokens, got {len(ids)}", "token_ids")
+        pages = self.scheduler.allocator.allocate(-(-len(ids) // self.scheduler.config.page_size))
+        if pages is None:
+            raise InvalidRequestError("no free pages for these tokens; wait for running requests", "token_ids")
+        try:
+            return self.runner.logits(ids, pages, self._weights_for(len(ids)))
+        finally:
+            self.scheduler.allocator.free(pages)
+
+    def _weights_for(self, num_tokens: int) -> Any:
+        """Dynamic rope is a function of the sequence's length, which is known here."""
+        if self.config.model.rope.rope_type != "dynamic":
+            return None
+        leaf = rope_leaf(self.skeleton, None, num_tokens)
+        is_rope = [leaf_info.path == ("rope_inv_freq",) for leaf_info in self.skeleton.leaves]
+        return tuple(leaf if r else w for r, w in zip(is_rope, self.runner.weights, strict=True))
+
+    def update_weights(self, params: Any) -> None:
+        """Use other weights of the same shapes from the next step on, and forget cached prefixes.
+
+        Running requests go on with the keys and values they have.
+        """
+        self.runner.weights = weights_from(params, self.skeleton)
+        self.scheduler.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Callable from any thread: reads counters only."""
+        allocator, started = self.scheduler.allocator, self._step_started
+        return EngineStats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            pages_total=allocator.num_pages - 1,
+            pages_used=allocator.num_used,
+            pages_cached=allocator.num_cached,
+            pages_free=allocator.num_free,
+            prefix_queries=self.scheduler.prefix_queries,
+            prefix_hits=self.scheduler.prefix_hits,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_compilations=self.runner.num_compilations,
+            num_steps=self.num_steps,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            last_step_age=None if started is None else time.monotonic() - started,
+        )
+
+    def close(self) -> None:
+        self.runner.close()

@@ -1,0 +1,189 @@
+"""The thread that owns an engine, and how others reach it.
+
+Work for the engine is put into an inbox and done between steps; outputs go to each request's sink. What
+fails a step ends the engine: every request in flight is told, and nothing more is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from jaxserve.engine import LLMEngine, NewRequest
+from jaxserve.errors import EngineDeadError, QueueFullError
+from jaxserve.outputs import RequestOutput
+
+log = logging.getLogger("jaxserve")
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """Where a request's outputs go; called on the engine's thread."""
+
+    final_only: bool  # outputs before the last are not wanted
+
+    def put(self, output: RequestOutput) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class EngineLoop:
+    """Runs `engine.step` on its own thread from `start` to `close`."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.error: BaseException | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}
+        self._stopping = False
+        self._num_pending = 0  # submitted, not yet with the scheduler
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.error is None and not self._stopping
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._sinks) + self._num_pending
+
+    def submit(self, new: NewRequest, sink: Sink) -> None:
+        """Queue a request. Raises EngineDeadError or QueueFullError now; what comes later goes to the sink."""
+        scheduler = self.engine.scheduler
+        limit = scheduler.config.max_queue
+        with self._lock:
+            self._check_alive()
+            unfinished = scheduler.num_running + scheduler.num_waiting + self._num_pending
+            if limit is not None and unfinished + new.params.n > scheduler.config.max_num_seqs + limit:
+                raise QueueFullError(f"{scheduler.num_waiting + self._num_pending} requests are waiting; try again later")
+            self._num_pending += new.params.n
+
+        def add() -> None:
+            with self._lock:
+                self._num_pending -= new.params.n
+            try:
+                self.engine.add(new)
+            except Exception as error:
+                sink.fail(error)
+            else:
+                self._sinks[new.request_id] = sink
+
+        self._inbox.put(add)
+
+    def abort(self, request_id: str, sink: Sink) -> None:
+        """End a request (if `sink` is still its own); its sink gets a last output. Returns at once."""
+
+        def do() -> None:
+            if self._sinks.get(request_id) is not sink:
+                return
+            del self._sinks[request_id]
+            output = self.engine.abort(request_id)
+            if output is not None:
+                sink.put(output)
+
+        self._inbox.put(do)
+
+    def call(self, fn: Callable[[], T]) -> Future[T]:
+        """Run `fn` on the engine's thread, between steps."""
+        future: Future[T] = Future()
+
+        def do() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            self._check_alive()
+            self._inbox.put(do)
+        return future
+
+    def close(self) -> None:
+        """Stop after the step under way; requests that are left fail with EngineDeadError. Idempotent."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+        self._inbox.put(lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_alive(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError(f"the engine has failed: {self.error}") from self.error
+        if self._stopping:
+            raise EngineDeadError("the engine is closed")
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_inbox()
+                if self._stopping:
+                    break
+                for output in self.engine.step(self._wants_output):
+                    self._deliver(output)
+        except BaseException as error:
+            log.exception("the engine has failed")
+            with self._lock:
+                self.error = error
+        finally:
+            self._end()
+
+    def _wants_output(self, request_id: str) -> bool:
+        sink = self._sinks.get(request_id)
+        return sink is not None and not sink.final_only
+
+    def _take_inbox(self) -> None:
+        """Do what others asked for; wait for it when there is nothing else to do."""
+        engine = self.engine
+        while True:
+            try:
+                if engine.has_work:
+                    wakeup = engine.scheduler.next_wakeup() if not engine.has_step_under_way else None
+                    if wakeup is None:
+                        self._inbox.get_nowait()()
+                    else:
+                        self._inbox.get(timeout=max(0.0, wakeup - engine.clock()))()
+                elif self._stopping:
+                    return
+                else:
+                    self._inbox.get()()
+            except queue.Empty:
+                return
+            if self._inbox.empty():
+                return
+
+    def _deliver(self, output: RequestOutput) -> None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:
+            return
+        if output.finished:
+            del self._sinks[output.request_id]
+        sink.put(output)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._stopping = True
+        error = EngineDeadError("the engine has stopped")
+        error.__cause__ = self.error
+        while True:  # commands that came too late: requests among them must not wait for ever
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                break
+            except BaseException as late:
+                log.debug("dropped at the end: %s", late)
+        for sink in self._sinks.values():
+            sink.fail(error)
+        self._sinks.clear()
+        self.engine.close()
+
+

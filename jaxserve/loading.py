@@ -1,0 +1,260 @@
+"""Builds an engine from `EngineArgs`: checkpoint, weights, pool, programs, each with a line that says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxserve_checkpoints import Checkpoint, open_checkpoint, resolve_model
+
+from jaxserve.chat_template import load_chat_template
+from jaxserve.compilation import use_compilation_cache
+from jaxserve.engine import EngineConfig, LLMEngine
+from jaxserve.engine_args import EngineArgs
+from jaxserve.errors import ConfigError
+from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
+from jaxserve.model_runner import ModelRunner
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import Family, family_by_name, read_model
+from jaxserve.scheduler import Scheduler, SchedulerConfig
+from jaxserve.sharding import make_mesh
+from jaxserve.step import StepSpec, Weights
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights import ModelSkeleton, build_skeleton, load_weights, weights_from
+from pallas_kernels.support import resolve
+
+log = logging.getLogger("jaxserve")
+Report = Callable[[str], None]
+
+# Keys of generation_config.json that are sampling parameters.
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Live:
+    """A model that is in memory already, in place of a checkpoint."""
+
+    model: Any  # nnx.Module, nnx.State, or {Hugging Face tensor name: array}
+    config: ModelConfig | Mapping[str, Any]  # or the dict of a config.json
+    tokenizer: Tokenizer | None
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("JAXSERVE_CACHE") or Path.home() / ".cache" / "jaxserve")
+
+
+def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log.info) -> LLMEngine:
+    """An engine that is ready to serve.
+
+    Raises ConfigError for arguments that cannot work, CheckpointError for files that cannot be used.
+    """
+    started = time.perf_counter()
+    devices = _devices(args.platform)
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
+    implementation = _attention(args, platform)
+    cache = Path(args.compilation_cache_dir) if args.compilation_cache_dir else cache_directory() / "xla"
+    use_compilation_cache(cache)
+
+    checkpoint = None
+    if live is None:
+        checkpoint = open_checkpoint(resolve_model(args.model, args.revision))
+        family, config = read_model(checkpoint)
+    else:
+        family, config = _live_config(live)
+    dtype = _dtype(args, live, platform)
+    mesh = make_mesh(devices, args.tensor_parallel_size)
+    limits, pool = _limits(args, config, dtype, devices, platform)
+    skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len)
+
+    weights = _weights(checkpoint, live, skeleton, report)
+    loaded = time.perf_counter()
+    name = args.model if live is None else "live"
+    report(
+        f"{name}: {config.num_parameters / 1e6:.1f}M parameters, {skeleton.num_bytes / 1e6:,.0f} MB as {dtype} on "
+        f"{mesh.size} {platform} device{'s' if mesh.size > 1 else ''}, loaded in {loaded - started:.1f} s"
+    )
+    if checkpoint is not None and checkpoint.format == "gguf" and args.quantization == "auto":
+        report(f"quantization auto: packed weights are expanded to {dtype}")
+    report(
+        f"KV pool: {pool.num_pages - 1} pages of {pool.page_size} tokens = {pool.num_tokens:,} tokens, "
+        f"{pool.num_bytes / 1e6:,.0f} MB; context {limits.max_model_len}, up to {limits.max_num_seqs} requests at once"
+    )
+    spec = StepSpec(
+        graphdef=skeleton.graphdef,
+        treedef=skeleton.treedef,
+        mesh=mesh,
+        shard_heads=skeleton.shard_heads,
+        page_size=pool.page_size,
+        sm_scale=config.head_dim**-0.5,
+        platform=platform,
+        attention_implementation=implementation,
+    )
+    runner = ModelRunner(spec, weights, pool, limits, config.vocab_size)
+    runner.warm_up(args.warmup, report)
+    report(
+        f"ready in {time.perf_counter() - started:.1f} s "
+        f"({runner.num_compilations} programs compiled or read from the cache in {runner.programs.seconds:.1f} s)"
+    )
+    tokenizer = live.tokenizer if live is not None else _tokenizer(args, checkpoint)
+    engine_config = EngineConfig(
+        model_name=name,
+        model=config,
+        max_model_len=limits.max_model_len,
+        max_logprobs=args.max_logprobs,
+        default_sampling_params=_default_sampling(args, checkpoint),
+        eos_token_ids=_eos(config, tokenizer, checkpoint),
+        seed=args.seed,
+    )
+    return LLMEngine(engine_config, skeleton, runner, Scheduler(limits, name), tokenizer)
+
+
+def _devices(platform: str | None) -> list[jax.Device]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError as error:
+        raise ConfigError(f"platform {platform}: {str(error).splitlines()[0]}") from error
+
+
+def _attention(args: EngineArgs, platform: str) -> str:
+    try:
+        return resolve("ragged_paged_attention", platform, args.attention_implementation)
+    except NotImplementedError as error:
+        raise ConfigError(f"attention_implementation: {error}") from error
+
+
+def _dtype(args: EngineArgs, live: Live | None, platform: str) -> np.dtype:
+    if args.dtype != "auto":
+        return np.dtype(jnp.dtype(args.dtype))
+    return np.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+
+
+def _live_config(live: Live) -> tuple[Family, ModelConfig]:
+    if isinstance(live.config, ModelConfig):
+        return family_by_name(live.config.family), live.config
+    names = live.config.get("architectures") or [live.config.get("model_type", "llama")]
+    family = family_by_name("llama") if names[0] == "LlamaForCausalLM" else family_by_name(str(names[0]))
+    return family, family.config_from_hf(live.config)
+
+
+def _limits(
+    args: EngineArgs, config: ModelConfig, dtype: np.dtype, devices: list[jax.Device], platform: str
+) -> tuple[SchedulerConfig, PoolSpec]:
+    is_cpu = platform == "cpu"
+    max_num_seqs = args.max_num_seqs or (32 if is_cpu else 256)
+    max_model_len = args.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings and config.rope.rope_type == "default":
+        raise ConfigError(
+            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings {config.max_position_embeddings}"
+        )
+    page_size = args.page_size or default_page_size(max_model_len)
+    kv_dtype = dtype if args.kv_cache_dtype == "auto" else np.dtype(jnp.dtype(args.kv_cache_dtype))
+    pool = plan_pool(
+        config,
+        dtype=kv_dtype,
+        page_size=page_size,
+        num_pages=args.num_pages,
+        budget_bytes=_budget(args, config, dtype, devices[: args.tensor_parallel_size], is_cpu),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    if args.max_model_len is None:
+        max_model_len = min(max_model_len, pool.num_tokens)
+    tokens = args.max_num_batched_tokens or (512 if is_cpu else 2048)
+    limits = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(tokens, 1),
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=pool.num_pages,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy="priority" if args.scheduling_policy == "priority" else "fcfs",
+        scheduler_delay=args.scheduler_delay,
+        max_queue=args.max_queue,
+    )
+    return limits, pool
+
+
+def _budget(
+    args: EngineArgs, config: ModelConfig, dtype: np.dtype, devices: list[jax.Device], is_cpu: bool
+) -> int:
+    """Bytes of the pool over all devices."""
+    if args.kv_cache_memory is not None:
+        return args.kv_cache_memory
+    if is_cpu:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(total * (args.memory_utilization or 0.1))
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ConfigError("this device does not tell its memory size: give --kv-cache-memory or --num-pages")
+    share = int(stats["bytes_limit"] * (args.memory_utilization or 0.9)) * len(devices)
+    return max(0, share - config.num_parameters * dtype.itemsize)
+
+
+def _weights(
+    checkpoint: Checkpoint | None, live: Live | None, skeleton: ModelSkeleton, report: Report
+) -> Weights:
+    if live is not None:
+        return weights_from(live.model, skeleton)
+    assert checkpoint is not None
+    shown = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown > 2.0 and shown:
+            report(f"loading weights: {done} of {total} tensors")
+        if now - shown > 2.0:
+            shown = now
+
+    weights = load_weights(checkpoint, skeleton, progress)
+    jax.block_until_ready(weights)
+    return weights
+
+
+def _tokenizer(args: EngineArgs, checkpoint: Checkpoint | None) -> Tokenizer | None:
+    source = open_checkpoint(resolve_model(args.tokenizer)) if args.tokenizer else checkpoint
+    assets = source.tokenizer() if source is not None else None
+    if assets is None:
+        return None
+    template = load_chat_template(args.chat_template) if args.chat_template else None
+    return Tokenizer(assets, template)
+
+
+def _generation_config(args: EngineArgs, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    if args.generation_config == "auto":
+        return checkpoint.generation_config if checkpoint is not None else {}
+    if args.generation_config == "none":
+        return {}
+    path = Path(args.generation_config) / "generation_config.json"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"generation_config: cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"generation_config: {path} is not a JSON object")
+    return values
+
+
+def _default_sampling(args: EngineArgs, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    values = _generation_config(args, checkpoint)
+    return {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
+
+
+def _eos(config: ModelConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> frozenset[int]:
+    """generation_config's list goes before the config's, as in transformers; the tokenizer's joins it."""
+    listed = checkpoint.generation_config.get("eos_token_id") if checkpoint is not None else None
+    ids = set(listed if isinstance(listed, list) else [listed] if listed is not None else config.eos_token_ids)
+    if tokenizer is not None:
+        ids.update(tokenizer.eos_token_ids)
+    return frozenset(int(i) for i in ids)

@@ -1,0 +1,275 @@
+"""Owns what lives on the device: weights, page pool, token and bias tables, compiled programs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.batch import FLOAT_COLUMNS, INT_COLUMNS, BatchPacker, Bucket
+from jaxserve.compilation import Program, ProgramTable, bucket_ladders
+from jaxserve.kv_pool import PoolSpec
+from jaxserve.logit_bias import bias_row, needs_bias
+from jaxserve.models.layers import MODEL_AXIS
+from jaxserve.outputs import Logprob, TokenLogprobs
+from jaxserve.request import Request
+from jaxserve.sampler import Sampled
+from jaxserve.scheduler import SchedulerConfig, SchedulerOutput
+from jaxserve.step import StepSpec, Weights, make_logits, make_score, make_step
+
+log = logging.getLogger("jaxserve")
+_SCORED_AT_ONCE = 32  # rows of one prompt_logprobs program; more rows take more calls
+
+
+@dataclass
+class StepHandle:
+    """A step under way. Asking for its results waits for it."""
+
+    output: SchedulerOutput
+    sampled: Sampled
+    scores: list[tuple[Request, int, int, tuple[jax.Array, ...]]]  # request, first position, count, arrays
+
+    def tokens(self) -> dict[str, int]:
+        """Sampled token ids by request id."""
+        ids = np.asarray(self.sampled.token_ids).tolist()
+        return {item.request.request_id: ids[row] for row, item in enumerate(self.output.scheduled) if item.samples}
+
+    def logprobs(self) -> dict[str, TokenLogprobs]:
+        """For requests that asked for them."""
+        wanted = [
+            (row, item.request)
+            for row, item in enumerate(self.output.scheduled)
+            if item.samples and item.request.params.logprobs is not None
+        ]
+        if not wanted:
+            return {}
+        ids, arrays = np.asarray(self.sampled.token_ids), [np.asarray(a) for a in self.sampled[1:]]
+        return {r.request_id: _token_logprobs(int(ids[i]), i, arrays, r.params.logprobs or 0) for i, r in wanted}
+
+    def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
+        """(request, position of the first token scored, one entry for each following position)."""
+        found = []
+        for request, first, count, device_arrays in self.scores:
+            arrays = [np.asarray(a) for a in device_arrays]
+            top = request.params.prompt_logprobs or 0
+            entries = [
+                _token_logprobs(request.prompt_token_ids[first + i], i, arrays, top) for i in range(count)
+            ]
+            found.append((request, first, entries))
+        return found
+
+
+def _token_logprobs(token_id: int, row: int, arrays: Sequence[np.ndarray], top: int) -> TokenLogprobs:
+    logprob, rank, top_ids, top_logprobs = arrays
+    entry: TokenLogprobs = {token_id: Logprob(float(logprob[row]), int(rank[row]))}
+    for i in range(top):
+        if np.isfinite(top_logprobs[row, i]):
+            entry.setdefault(int(top_ids[row, i]), Logprob(float(top_logprobs[row, i]), i + 1))
+    return entry
+
+
+class ModelRunner:
+    """Runs scheduled batches. One thread calls it; compilations may run on another."""
+
+    def __init__(
+        self, spec: StepSpec, weights: Weights, pool: PoolSpec, limits: SchedulerConfig, vocab_size: int
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.pool = pool
+        self.limits = limits
+        self.vocab_size = vocab_size
+        self.pages_per_seq = -(-limits.max_model_len // limits.page_size)
+        self.num_slots = limits.max_num_seqs
+        self.packer = BatchPacker(self.pages_per_seq, self.num_slots)
+        self._replicated = NamedSharding(spec.mesh, P())
+        heads = MODEL_AXIS if spec.shard_heads else None
+        self._pool_sharding = NamedSharding(spec.mesh, P(None, None, heads))
+        self._kv_pool = self._zeros(pool.shape, pool.dtype, self._pool_sharding)
+        self._tokens = self._zeros((self.num_slots + 1, limits.max_model_len), jnp.int32, self._replicated)
+        self._bias = self._zeros((self.num_slots + 1, vocab_size), jnp.float32, self._replicated)
+        self._biased: dict[int, Any] = {}  # slot -> what its bias row was made for
+        decode, mixed = bucket_ladders(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.programs = ProgramTable([*decode, *mixed], self._compile_step)
+        self._helpers: dict[tuple[str, int], Program] = {}
+        self.num_helper_compilations = 0
+        self._upload_tokens = self._compile_upload(self._tokens, jnp.int32)
+        self._upload_bias = self._compile_upload(self._bias, jnp.float32)
+
+    @property
+    def num_compilations(self) -> int:
+        return self.programs.num_compilations + self.num_helper_compilations
+
+    # ---- programs
+
+    def warm_up(self, mode: str, report: Callable[[str], None]) -> None:
+        """Compile before the first request: "full" all, "lazy" what can serve anything, "none" nothing."""
+        buckets = self.programs.buckets
+        if mode == "full":
+            for i, bucket in enumerate(buckets, start=1):
+                kind = "decode" if bucket.decode_only else "mixed"
+                report(f"compiling {kind} step for {bucket.num_tokens} tokens ({i} of {len(buckets)})")
+                self.programs.compile_now(bucket)
+            for tokens in sorted({b.num_tokens for b in buckets}):
+                self._helper("score", tokens)
+        elif mode == "lazy":
+            widest = buckets[-1]
+            report(f"compiling the step for {widest.num_tokens} tokens in {widest.num_rows} rows")
+            self.programs.compile_now(widest)
+            decodes = [b for b in buckets if b.decode_only]
+            report("compiling the step for 1 token")
+            self.programs.compile_now(decodes[0])
+            self.programs.request(decodes[-1])
+
+    def _zeros(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+    def _aval(self, array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+    def _host_aval(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+
+    def _weight_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(self._aval(w) for w in self.weights)
+
+    def _compile_step(self, bucket: Bucket) -> Program:
+        replicated = self._replicated
+        step = jax.jit(
+            make_step(self.spec, bucket),
+            donate_argnums=(1, 2),
+            out_shardings=(self._pool_sharding, replicated, replicated, replicated),
+        )
+        return step.lower(
+            self._weight_avals(),
+            self._aval(self._kv_pool),
+            self._aval(self._tokens),
+            self._aval(self._bias),
+            self._host_aval((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), jnp.int32),
+            self._host_aval((bucket.num_rows, FLOAT_COLUMNS), jnp.float32),
+        ).compile()
+
+    def _compile_upload(self, table: jax.Array, dtype: Any) -> Program:
+        def upload(table: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(table, row[None, :], (slot, jnp.int32(0)))
+
+        program = jax.jit(upload, donate_argnums=0, out_shardings=self._replicated)
+        return program.lower(
+            self._aval(table), self._host_aval((), jnp.int32), self._host_aval(table.shape[1:], dtype)
+        ).compile()
+
+    def _helper(self, kind: str, num_tokens: int) -> Program:
+        """The program that reads a step's hidden states: "score" or "logits"."""
+        key = (kind, num_tokens)
+        if key not in self._helpers:
+            rows = self._host_aval((_SCORED_AT_ONCE,), jnp.int32)
+            hidden = self._host_aval((num_tokens, self.pool.hidden_size), self.pool.dtype)
+            make, args = (make_score, (rows, rows)) if kind == "score" else (make_logits, (rows,))
+            program = jax.jit(make(self.spec), out_shardings=self._replicated)
+            self._helpers[key] = program.lower(self._weight_avals(), hidden, *args).compile()
+            self.num_helper_compilations += 1
+        return self._helpers[key]
+
+    # ---- steps
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        """Start a step; returns at once."""
+        for item in output.scheduled:
+            if item.upload:
+                self._put_tokens(item.request)
+            self._put_bias(item.request, item.upload)
+        decode_only = all(item.num_scheduled_tokens == 1 for item in output.scheduled)
+        bucket, program = self.programs.choose(output.num_tokens, len(output.scheduled), decode_only)
+        ints, floats = self.packer.pack(output, bucket, set(self._biased))
+        hidden, sampled = self._run(program, ints, floats)
+        return StepHandle(output, sampled, self._score(output, bucket, hidden))
+
+    def _run(self, program: Program, ints: np.ndarray, floats: np.ndarray) -> tuple[jax.Array, Sampled]:
+        self._kv_pool, self._tokens, hidden, sampled = program(
+            self.weights, self._kv_pool, self._tokens, self._bias, ints, floats
+        )
+        return hidden, sampled
+
+    def _put_tokens(self, request: Request) -> None:
+        row = np.zeros(self.limits.max_model_len, np.int32)
+        row[: request.num_tokens] = request.known_tokens(0, request.num_tokens)
+        self._tokens = self._upload_tokens(self._tokens, np.int32(request.slot), row)
+
+    def _put_bias(self, request: Request, is_new: bool) -> None:
+        """Keep the request's row of the bias table right for the token this step samples."""
+        slot = request.slot
+        assert slot is not None
+        key = needs_bias(request)
+        if is_new:
+            self._biased.pop(slot, None)
+        if key == self._biased.get(slot):
+            return
+        if key is None:
+            del self._biased[slot]
+            return
+        self._biased[slot] = key
+        self._bias = self._upload_bias(self._bias, np.int32(slot), bias_row(request, key, self.vocab_size))
+
+    def _score(
+        self, output: SchedulerOutput, bucket: Bucket, hidden: jax.Array
+    ) -> list[tuple[Request, int, int, tuple[jax.Array, ...]]]:
+        """Score the prompt tokens that follow each position of this step, for requests that asked."""
+        scores = []
+        offset = 0
+        for item in output.scheduled:
+            request, start, count = item.request, item.num_computed_tokens, item.num_scheduled_tokens
+            if request.params.prompt_logprobs is not None:
+                scored = min(start + count, request.num_prompt_tokens - 1) - start
+                for done in range(0, max(scored, 0), _SCORED_AT_ONCE):
+                    n = min(_SCORED_AT_ONCE, scored - done)
+                    rows, targets = np.zeros((2, _SCORED_AT_ONCE), np.int32)
+                    rows[:n] = offset + done + np.arange(n)
+                    first = start + done + 1
+                    targets[:n] = request.prompt_token_ids[first : first + n]
+                    program = self._helper("score", bucket.num_tokens)
+                    scores.append((request, first, n, program(self.weights, hidden, rows, targets)))
+            offset += count
+        return scores
+
+    # ---- beside the scheduler
+
+    def logits(self, token_ids: Sequence[int], pages: Sequence[int], weights: Weights | None = None) -> np.ndarray:
+        """Raw logits, float32 [num_tokens, vocab], of one sequence whose KV goes to `pages` (lent to it)."""
+        weights = self.weights if weights is None else weights
+        row = np.zeros(self.limits.max_model_len, np.int32)
+        row[: len(token_ids)] = token_ids
+        self._tokens = self._upload_tokens(self._tokens, np.int32(self.num_slots), row)
+        result = np.empty((len(token_ids), self.vocab_size), np.float32)
+        for start in range(0, len(token_ids), self.limits.max_num_batched_tokens):
+            count = min(len(token_ids) - start, self.limits.max_num_batched_tokens)
+            bucket, program = self.programs.choose(count, 1, count == 1)
+            ints = np.zeros((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), np.int32)
+            ints[:, 0] = self.num_slots
+            ints[0, 1:3] = start + count, count
+            ints[0, INT_COLUMNS : INT_COLUMNS + len(pages)] = pages
+            floats = np.zeros((bucket.num_rows, FLOAT_COLUMNS), np.float32)
+            floats[:, 1] = floats[:, 5] = 1.0
+            self._kv_pool, self._tokens, hidden, _ = program(
+                weights, self._kv_pool, self._tokens, self._bias, ints, floats
+            )
+            # The dummy slot's first token was overwritten by rows that do not sample.
+            self._tokens = self._upload_tokens(self._tokens, np.int32(self.num_slots), row)
+            for done in range(0, count, _SCORED_AT_ONCE):
+                n = min(_SCORED_AT_ONCE, count - done)
+                rows = np.zeros(_SCORED_AT_ONCE, np.int32)
+                rows[:n] = done + np.arange(n)
+                logits = self._helper("logits", bucket.num_tokens)(weights, hidden, rows)
+                result[start + done : start + done + n] = np.asarray(logits)[:n]
+        return result
+
+    def close(self) -> None:
+        self.programs.close()
+
+
