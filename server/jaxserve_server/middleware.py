@@ -37,7 +37,8 @@ def open_to_all(handler: Handler) -> Handler:
 
 def log_fields(request: web.Request, **fields: Any) -> None:
     """Add fields to the request's log line; counts and reasons, never texts."""
-    request[_LOG_FIELDS].update(fields)
+    known: dict[str, Any] = request[_LOG_FIELDS]
+    known.update(fields)
 
 
 @web.middleware

@@ -1,8 +1,8 @@
 """An engine whose output a person can compute, with the interface of `jaxserve.AsyncLLMEngine`.
 
-Token ids 0..255 are the bytes of UTF-8; 256 is `<bos>`, 257 is `<eos>`. Token `i` of choice `j` after a prompt
-of `p` tokens is `alphabet[(p + i + j) % len(alphabet)]`, and `<eos>` comes after `eos_after` of them. The most
-likely token has the log-probability -0.5, the next (its id plus one) -1.0, and so on; the one that is sampled
+Token ids 0..255 are the bytes of UTF-8; 256 is `<bos>`, 257 is `<eos>`. Token `i` of choice `j` after a
+prompt of `p` tokens is `alphabet[(p + i + j) % len(alphabet)]`, and `<eos>` comes after `eos_after` of them. The
+most likely token has the log-probability -0.5, the next (its id plus one) -1.0, and so on; the one that is sampled
 is the first.
 """
 
