@@ -96,7 +96,7 @@ def _attend(
     kv_lens, page_indices, cu_q_lens = inputs.kv_lens, inputs.page_indices, inputs.cu_q_lens
 
     def local(
-        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array, *rows: jax.Array
+        layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array, *rows: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         kv_lens, page_indices, cu_q_lens, pages, offsets = rows
         kv_pool = write_kv(kv_pool, layer, k, v, pages, offsets)
@@ -122,16 +122,16 @@ def _attend(
     per_head, pool = P(None, heads, None), P(None, None, heads)
 
     def over_mesh(
-        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array
+        layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         fn = jax.shard_map(
-            lambda *args: local(layer, *args),
+            local,
             mesh=spec.mesh,
-            in_specs=(per_head, per_head, per_head, pool, *(P() for _ in rows)),
+            in_specs=(P(), per_head, per_head, per_head, pool, *(P() for _ in rows)),
             out_specs=(per_head, pool),
             check_vma=False,
         )
-        return fn(q, k, v, kv_pool, *rows)
+        return fn(jnp.asarray(layer, jnp.int32), q, k, v, kv_pool, *rows)
 
     return over_mesh
 

@@ -56,7 +56,11 @@ def build_skeleton(
     family: Family, config: ModelConfig, dtype: np.dtype, mesh: Mesh, max_seq_len: int
 ) -> ModelSkeleton:
     shard_heads = splits_heads(config, mesh)
-    abstract = nnx.eval_shape(lambda: family.module(config, dtype=jnp.dtype(dtype), shard_heads=shard_heads))
+    # Branching to a layer's matrix costs nothing on a CPU, and a pipeline flush elsewhere.
+    unroll = mesh.devices.flat[0].platform != "cpu"
+    abstract = nnx.eval_shape(
+        lambda: family.module(config, dtype=jnp.dtype(dtype), shard_heads=shard_heads, unroll=unroll)
+    )
     graphdef, state = nnx.split(abstract)
     values, treedef = jax.tree.flatten(state)
     variables = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -67,7 +67,7 @@ def _problems() -> Iterator[str]:
         max_num_seqs=4,
         page_size=16,
     ) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, progress=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = self_test.greedy(weights, prompt, _NUM_TOKENS)
         found = list(output.outputs[0].token_ids)

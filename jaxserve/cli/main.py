@@ -87,7 +87,10 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"unknown argument {unknown[0]!r}{nearest(unknown[0].partition('=')[0], flags)}")
     given = vars(namespace)
     options = {name: option for group in command.options().values() for name, option in group.items()}
-    known = {name for other in COMMANDS for group in other.options().values() for name in group}
+    everything = [
+        option for other in COMMANDS for group in other.options().values() for option in group.values()
+    ]
+    known = {name for option in everything for name in (option.name, *option.aliases)}
     values = resolve(
         options, given, os.environ, given.get("config") or os.environ.get("JAXSERVE_CONFIG"), known | _COMMON
     )

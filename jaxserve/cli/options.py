@@ -2,7 +2,8 @@
 
 A field `max_model_len: int | None = field(default=None, metadata={"help": ...})` is `--max-model-len`, the
 variable `JAXSERVE_MAX_MODEL_LEN` and the key `max-model-len` of `--config FILE.yaml`; precedence in this
-order, then the field's default. Metadata: `help`, `choices`, `aliases` (more flags), `metavar`.
+order, then the field's default. Metadata: `help`, `choices`, `aliases` (other names, or flags
+such as `-p`), `metavar`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ENV_PREFIX = "JAXSERVE_"
 _OTHER_VARIABLES = frozenset({"CACHE"})
 # Kubernetes sets these for a service called "jaxserve".
 _SERVICE_LINK = re.compile(r"SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP)(_.*)?")
+_SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 
@@ -58,7 +60,7 @@ class Option:
             settings |= {"type": self._argument, "metavar": self.metavar or self._metavar()}
             if self.is_repeatable:
                 settings["action"] = "append"
-        parser.add_argument(self.flag, *self.aliases, **settings)
+        parser.add_argument(self.flag, *map(_as_flag, self.aliases), **settings)
 
     def _metavar(self) -> str:
         if self.choices:
@@ -95,6 +97,11 @@ class Option:
         return self.value(str(plain))
 
 
+def _as_flag(alias: str) -> str:
+    """`block_size` as `--block-size`; `-p` is a flag already."""
+    return alias if alias.startswith("-") else "--" + alias.replace("_", "-")
+
+
 def options_of(cls: type, skip: Iterable[str] = ()) -> list[Option]:
     """The options of a dataclass's fields; those without `help` are not for the command line."""
     hints = typing.get_type_hints(cls)
@@ -121,7 +128,7 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
         is_switch=is_switch,
         is_repeatable=is_repeatable,
         choices=tuple(choices) if choices else None,
-        aliases=tuple(field.metadata.get("aliases", ())),
+        aliases=(*field.metadata.get("aliases", ()), *_SHORT_FLAGS.get(field.name, ())),
         metavar=field.metadata.get("metavar"),
     )
 
@@ -173,10 +180,11 @@ def resolve(
 ) -> dict[str, Any]:
     """The values that were given, by option name: flag, else environment, else configuration file.
 
-    Options that nobody gave are absent: the dataclass has their defaults. A name in `known_elsewhere` (another
-    command's option) is passed over; any other name raises UsageError with the nearest known one.
+    Options that nobody gave are absent: the dataclass has their defaults. A name in `known_elsewhere`
+    (another command's option) is passed over; any other raises UsageError with the nearest known one.
     """
-    known = {*options, *known_elsewhere}
+    named = {alias: option for option in options.values() for alias in option.aliases} | dict(options)
+    known = {*named, *known_elsewhere}
     values: dict[str, Any] = {}
     for source, given in (
         (config_path or "", _from_file(config_path) if config_path else {}),
@@ -186,9 +194,10 @@ def resolve(
             name = key.lower().replace("-", "_")
             if name not in known:
                 raise UsageError(f"{source}: unknown key {key!r}{nearest(name, known)}")
-            if name in options:
+            if name in named:
+                option = named[name]
                 try:
-                    values[name] = options[name].from_plain(plain)
+                    values[option.name] = option.from_plain(plain)
                 except ValueError as error:
                     raise UsageError(f"{source}: {key}: {error}") from None
     for name, option in options.items():

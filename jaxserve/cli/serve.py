@@ -35,9 +35,7 @@ def run(values: Values) -> int:
 
         return AsyncLLMEngine.from_engine_args(args)
 
-    names = args.served_model_name
-    served = (names,) if isinstance(names, str) else tuple(names or ())
-    return serve(config, load, served or (str(args.model),))
+    return serve(config, load, config.served_model_name or (args.model,))
 
 
 COMMAND = Command(

@@ -17,11 +17,11 @@ from flax import nnx
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.config_reader import ConfigReader, read_rope
-from jaxserve.models.layers import MODEL_AXIS, Embedding, Linear, RMSNorm, sharded_param
+from jaxserve.models.layers import Embedding, Linear, RMSNorm, loop_layers, sharded_param
 from jaxserve.models.rope import RopeConfig, apply_rope, rope_tables
 
 # [num_tokens, num_heads, head_dim] x3, pool -> ([num_tokens, num_heads, head_dim], pool)
-AttendFn = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+AttendFn = Callable[[int | jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class CausalLM(Protocol):
@@ -46,7 +46,7 @@ class Attention(nnx.Module):
         self.head_dim = d
 
     def __call__(
-        self, layer: int, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttendFn, kv_pool: jax.Array
+        self, layer: int | jax.Array, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttendFn, kv_pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         num_tokens = x.shape[0]
         q = self.q_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads, head_dim]
@@ -83,9 +83,13 @@ class LlamaForCausalLM(nnx.Module):
 
     `shard_heads` splits attention over the model axis; without it every device computes all heads (what a
     head count that the axis does not divide needs), while MLP and vocabulary are split all the same.
+    `unroll` writes every layer out in the program; otherwise they are one loop (`loop_layers`).
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, shard_heads: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, shard_heads: bool = True, unroll: bool = True
+    ) -> None:
+        self.unroll = unroll
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             [DecoderLayer(config, dtype=dtype, shard_heads=shard_heads) for _ in range(config.num_layers)]
@@ -106,11 +110,22 @@ class LlamaForCausalLM(nnx.Module):
         """token_ids, positions int32 [num_tokens] -> final hidden states [num_tokens, hidden], pool."""
         x = self.embed_tokens(token_ids)
         rope = rope_tables(positions, self.rope_inv_freq[...], self.rope_scaling)
-        for i, layer in enumerate(self.layers):
+
+        def apply(
+            layer: DecoderLayer, i: int | jax.Array, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            x, kv_pool = carry
             attended, kv_pool = layer.self_attn(i, layer.input_layernorm(x), rope, attend, kv_pool)
             x = x + attended
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x), kv_pool
+            return x + layer.mlp(layer.post_attention_layernorm(x)), kv_pool
+
+        carry = (x, kv_pool)
+        if self.unroll:
+            for i, layer in enumerate(self.layers):
+                carry = apply(layer, i, carry)
+        else:
+            carry = loop_layers(self.layers, apply, carry)
+        return self.norm(carry[0]), carry[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [num_rows, hidden] -> float32 [num_rows, vocab]."""
@@ -315,4 +330,3 @@ def _gguf_rope(read: ConfigReader, head_dim: int, max_positions: int) -> RopeCon
     raise UnsupportedModelError(f"GGUF metadata: rope.scaling.type {kind!r} is not supported")
 
 
-__all__ = ["MODEL_AXIS", "CausalLM", "LlamaForCausalLM", "config_from_gguf", "config_from_hf"]
