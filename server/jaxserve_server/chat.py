@@ -30,7 +30,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt = Prompt(await asyncio.to_thread(chat_token_ids, tokenizer, body))
         check_context([prompt], engine.max_model_len, "messages")
         params = clamp_to_context(params, len(prompt.token_ids), engine.max_model_len)
-        work = Work([prompt], [params], body.priority, body.cache_salt)
+        work = Work([prompt], [params], body.priority, body.cache_salt, final_only=not body.stream)
         token_text = TokenText(tokenizer, body.skip_special_tokens)
         return await respond(request, engine, work, ChatAnswer(body, model, work, token_text))
 

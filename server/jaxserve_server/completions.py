@@ -35,7 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             params = params.replace(detokenize=False)
         check_context(prompts, engine.max_model_len, "prompt", room=min(1, body.max_tokens))
         each = [clamp_to_context(params, len(prompt.token_ids), engine.max_model_len) for prompt in prompts]
-        work = Work(prompts, each, body.priority, body.cache_salt)
+        work = Work(prompts, each, body.priority, body.cache_salt, final_only=not body.stream)
         token_text = TokenText(engine.tokenizer, body.skip_special_tokens)
         return await respond(request, engine, work, CompletionAnswer(body, model, work, token_text))
 

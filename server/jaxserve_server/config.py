@@ -20,6 +20,9 @@ class ServerConfig:
 
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _flag(8000, "port to listen on; 0 picks a free one and prints it")
+    served_model_name: tuple[str, ...] = _flag(
+        (), "the name that requests use, in place of MODEL; repeatable, the first is the default"
+    )
     api_key: tuple[str, ...] = _flag(
         (), "a key that clients must send as `Authorization: Bearer KEY`; give the flag once for each key"
     )
@@ -49,8 +52,8 @@ class ServerConfig:
             raise ConfigError(f"root_path must begin with /, not {self.root_path!r}")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
-        if any(not key for key in self.api_key):
-            raise ConfigError("api_key must not be empty")
+        if not all((*self.api_key, *self.served_model_name)):
+            raise ConfigError("api_key and served_model_name must not be empty")
 
     def keys(self) -> tuple[bytes, ...]:
         """Every key that opens the server; empty means that no key is asked for."""

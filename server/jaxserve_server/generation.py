@@ -47,6 +47,7 @@ class Work:
     params: Sequence[SamplingParams]  # one for each prompt: the room in the context differs
     priority: int
     cache_salt: str | None
+    final_only: bool  # only the finished outputs are read
 
 
 @contextmanager
@@ -62,6 +63,7 @@ def submitted(engine: AsyncLLMEngine, work: Work) -> Iterator[list[RequestStream
                 request_id=uuid.uuid4().hex,
                 priority=work.priority,
                 cache_salt=work.cache_salt,
+                final_only=work.final_only,
             )
             streams.append(stream)
         yield streams

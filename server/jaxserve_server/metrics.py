@@ -163,12 +163,12 @@ class RequestObserver:
         num_tokens = max((len(choice.token_ids) for choice in output.outputs), default=0)
         if num_tokens > self._num_tokens and times.last_token_time is not None:
             if self._last_token_time is None:
-                if times.first_token_time is not None:
-                    self._metrics.first_token.observe(times.first_token_time - times.arrival_time)
-            else:
-                gained = num_tokens - self._num_tokens  # more than one where outputs were coalesced
-                for _ in range(gained):
-                    self._metrics.token_gap.observe((times.last_token_time - self._last_token_time) / gained)
+                first = times.first_token_time or times.last_token_time
+                self._metrics.first_token.observe(first - times.arrival_time)
+                self._num_tokens, self._last_token_time = 1, first
+            gained = num_tokens - self._num_tokens  # more than one where outputs were coalesced
+            for _ in range(gained):
+                self._metrics.token_gap.observe((times.last_token_time - self._last_token_time) / gained)
             self._num_tokens, self._last_token_time = num_tokens, times.last_token_time
         for choice in output.outputs:
             if choice.finish_reason is not None and choice.index not in self._finished:

@@ -37,7 +37,7 @@ def open_to_all(handler: Handler) -> Handler:
 
 def log_fields(request: web.Request, **fields: Any) -> None:
     """Add fields to the request's log line; counts and reasons, never texts."""
-    known: dict[str, Any] = request[_LOG_FIELDS]
+    known = request[_LOG_FIELDS]
     known.update(fields)
 
 
@@ -65,13 +65,14 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
         raise
     finally:
         if state.config.log_requests:
+            logged = request[_LOG_FIELDS]
             fields = {
                 "request_id": request[_REQUEST_ID],
                 "method": request.method,
                 "route": getattr(request.match_info.route.resource, "canonical", "-"),
                 "status": status,
                 "seconds": round(time.monotonic() - start, 3),
-                **request[_LOG_FIELDS],
+                **logged,
             }
             access_logger.info("request", extra={"fields": fields})
 

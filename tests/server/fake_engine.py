@@ -1,9 +1,9 @@
 """An engine whose output a person can compute, with the interface of `jaxserve.AsyncLLMEngine`.
 
 Token ids 0..255 are the bytes of UTF-8; 256 is `<bos>`, 257 is `<eos>`. Token `i` of choice `j` after a
-prompt of `p` tokens is `alphabet[(p + i + j) % len(alphabet)]`, and `<eos>` comes after `eos_after` of them. The
-most likely token has the log-probability -0.5, the next (its id plus one) -1.0, and so on; the one that is sampled
-is the first.
+prompt of `p` tokens is `alphabet[(p + i + j) % len(alphabet)]`, and `<eos>` comes after `eos_after` of them.
+The most likely token has the log-probability -0.5, the next (its id plus one) -1.0, and so on; the one that
+is sampled is the first.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class FakeEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        final_only: bool = False,
     ) -> FakeStream:
         if self.is_dead:
             raise EngineDeadError("dead")
@@ -120,7 +121,7 @@ class FakeEngine:
         if self.max_queue is not None and len(self.streams) >= self.max_queue:
             raise QueueFullError(f"{len(self.streams)} requests wait")
         self.seen.append((list(prompt), params, {"priority": priority, "cache_salt": cache_salt}))
-        stream = FakeStream(self, request_id or uuid.uuid4().hex, list(prompt), params)
+        stream = FakeStream(self, request_id or uuid.uuid4().hex, list(prompt), params, final_only)
         self.streams[stream.request_id] = stream
         self.counts.prompt_tokens += len(prompt)
         return stream
@@ -142,8 +143,14 @@ class FakeEngine:
 
 class FakeStream:
     def __init__(
-        self, engine: FakeEngine, request_id: str, prompt: list[int], params: SamplingParams
+        self,
+        engine: FakeEngine,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        final_only: bool,
     ) -> None:
+        self._final_only = final_only
         self.loop = asyncio.get_running_loop()
         self.request_id = request_id
         self._engine = engine
@@ -167,6 +174,12 @@ class FakeStream:
         return self
 
     async def __anext__(self):
+        output = await self._next()
+        while self._final_only and not output.finished:
+            output = await self._next()
+        return output
+
+    async def _next(self):
         engine = self._engine
         if self.request_id not in engine.streams:
             raise StopAsyncIteration

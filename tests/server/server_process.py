@@ -1,4 +1,4 @@
-"""A server process over the fake engine: `server_process.py DRAIN_SECONDS [fail|slow|die]`. Prints its URL to stderr."""
+"""A server process over the fake engine: `server_process.py DRAIN_SECONDS [fail|slow|die]`."""
 
 import asyncio
 import sys
