@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.command import Command, Values
-from jaxserve.cli.generate import SamplingOptions, load_engine
+from jaxserve.cli.generate import SamplingOptions, loaded_engine
 from jaxserve.cli.terminal import note, show
 from jaxserve.errors import JaxserveError
 
@@ -194,16 +194,13 @@ def run(values: Values) -> int:
             import readline  # noqa: F401 - gives input() editing and a history
     options = values.make(ChatOptions)
     if options.url is not None:
-        return asyncio.run(_with_server(options.url, values.given.get("model"), options))
-    engine = load_engine(values)
-    try:
+        return asyncio.run(with_server(options.url, values.given.get("model"), options))
+    with loaded_engine(values) as engine:
         asyncio.run(converse(LocalModel(engine, options), options.system))
-    finally:
-        engine.shutdown()
     return 0
 
 
-async def _with_server(url: str, model: str | None, options: ChatOptions) -> int:
+async def with_server(url: str, model: str | None, options: ChatOptions) -> int:
     import aiohttp
 
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,9 @@ from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
+
+
+_CLOSE_SECONDS = 1.0
 
 
 def _option(default: Any, text: str, **more: Any) -> Any:
@@ -71,16 +77,30 @@ def run(values: Values) -> int:
     if not options.prompt:
         raise UsageError("generate needs -p TEXT, or -p - to read standard input")
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompt]
-    engine = load_engine(values)
-    try:
+    with loaded_engine(values) as engine:
         asyncio.run(_generate(engine, prompts, options.params(engine.default_sampling_params)))
-    finally:
-        engine.shutdown()
     return 0
 
 
-def load_engine(values: Values) -> AsyncLLMEngine:
-    """The engine that the flags describe."""
+@contextmanager
+def loaded_engine(values: Values) -> Iterator[AsyncLLMEngine]:
+    """The engine that the flags describe, stopped at the end."""
+    engine = _load(values)
+    closing = threading.Thread(target=engine.shutdown, daemon=True)
+    try:
+        yield engine
+    finally:
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+    if closing.is_alive():
+        # A program that nobody will use is still being compiled in the background. That cannot be
+        # interrupted, and an interpreter that ends under it may crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _load(values: Values) -> AsyncLLMEngine:
     from jaxserve.engine_args import EngineArgs
 
     args = values.make(EngineArgs)

@@ -122,7 +122,13 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
             epilog=f"examples:\n{command.examples}",
         )
         if command.takes_model:
-            sub.add_argument("model", nargs="?", metavar="MODEL", help="path, org/name or built-in name")
+            sub.add_argument(
+                "model",
+                nargs="?",
+                default=argparse.SUPPRESS,
+                metavar="MODEL",
+                help="path, org/name or built-in name",
+            )
         for title, options in command.options().items():
             group = sub.add_argument_group(title)
             for name, option in options.items():

@@ -43,11 +43,14 @@ class Lifecycle:
     """
 
     def __init__(self, load_engine: Callable[[], AsyncLLMEngine]) -> None:
+        # Whether a thread is inside something that nothing can interrupt (loading, a compilation): an
+        # interpreter that ends under it may crash, so the process must end without one.
+        self.has_stuck_thread = False
         self._load_engine = load_engine
         self._engine: AsyncLLMEngine | None = None
         self._phase = Phase.LOADING
         self._num_active = 0
-        self._idle = asyncio.Event()
+        self._idle = asyncio.Event()  # binds to the loop that first waits for it
         self._idle.set()
 
     @property
@@ -82,10 +85,13 @@ class Lifecycle:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, engine, error)
 
+        self.has_stuck_thread = True
         threading.Thread(target=work, name="load-engine", daemon=True).start()
         try:
             self._engine = await loaded
+            self.has_stuck_thread = False
         except Exception:
+            self.has_stuck_thread = False
             self._phase = Phase.DEAD
             raise
         self._phase = Phase.READY
@@ -134,8 +140,16 @@ class Lifecycle:
         """Stop the engine; what still runs ends with an error."""
         if self._engine is None:
             return
-        await asyncio.to_thread(self._engine.shutdown)
+        # A daemon thread: the engine ends at once, but waits for a compilation in the background, which may
+        # take a minute.
+        closing = threading.Thread(target=self._engine.shutdown, name="stop-engine", daemon=True)
+        closing.start()
         try:
-            await asyncio.wait_for(self._idle.wait(), _UNWIND_SECONDS)
+            async with asyncio.timeout(_UNWIND_SECONDS):
+                await self._idle.wait()
+                while closing.is_alive():
+                    await asyncio.sleep(0.02)
         except TimeoutError:
-            logger.warning("%d requests are cut off", self._num_active)
+            if self._num_active:
+                logger.warning("%d requests are cut off", self._num_active)
+        self.has_stuck_thread = closing.is_alive()

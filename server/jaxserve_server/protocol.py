@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from jaxserve.chat_template import check_template_kwargs
 from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import MAX_N, MAX_STOP_STRINGS
 
 MAX_PROMPTS = 1024
-MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -93,7 +93,7 @@ class GenerationBody(Body):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float | None = Field(None, gt=0)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_N)
     seed: Int64 | None = None
     stop: Any = None  # a string or a list of up to 4: SamplingParams says what is wrong with anything else
     # fail_fast: one error is enough, and a list may have millions of elements.
@@ -111,6 +111,13 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     priority: Int64 = 0
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+    @field_validator("stop")
+    @classmethod
+    def _stop(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:  # repeats count here
+            raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
@@ -144,7 +151,7 @@ class CompletionBody(GenerationBody):
     # for every element of a long list, and prompts have up to millions of them.
     prompt: Any
     max_tokens: int = Field(16, ge=0)
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     add_special_tokens: bool = True

@@ -36,22 +36,16 @@ def serve(
 
     Raises what `load_engine` raised, ConfigError for a bad certificate, and OSError where the port is taken.
     """
-    interrupted_loading: list[bool] = []
-    code = asyncio.run(_serve(config, load_engine, model_names, interrupted_loading))
-    if interrupted_loading:
-        # The loading thread cannot be stopped, and an interpreter that ends under it may crash.
-        sys.stderr.flush()
+    lifecycle = Lifecycle(load_engine)
+    code = asyncio.run(_serve(config, lifecycle, model_names))
+    if lifecycle.has_stuck_thread:
+        logging.shutdown()
+        sys.stdout.flush()
         os._exit(code)
     return code
 
 
-async def _serve(
-    config: ServerConfig,
-    load_engine: Callable[[], AsyncLLMEngine],
-    model_names: tuple[str, ...],
-    interrupted_loading: list[bool],
-) -> int:
-    lifecycle = Lifecycle(load_engine)
+async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[str, ...]) -> int:
     app = create_app(config, lifecycle, model_names)
     runner = create_runner(app)
     await runner.setup()
@@ -61,7 +55,6 @@ async def _serve(
         logger.info("loading %s; %s answers meanwhile", model_names[0], url)
         loading = asyncio.ensure_future(lifecycle.load())
         if await _first(loading, stopping.wait()) is not loading:
-            interrupted_loading.append(True)
             return 0
         app[STATE].metrics.engine = loading.result()
         logger.info("ready: serving %s at %s/v1", ", ".join(model_names), url)

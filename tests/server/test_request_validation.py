@@ -31,6 +31,7 @@ WRONG_IN_BOTH = [
     ("stop", ""),
     ("stop", ["a", ""]),
     ("stop", ["a", "b", "c", "d", "e"]),
+    ("stop", ["a"] * 5),
     ("stop", 5),
     ("stop", {"a": 1}),
     ("stop_token_ids", [VOCABULARY]),
