@@ -167,7 +167,6 @@ class AsyncLLMEngine:
         finally:
             stream.abort()
 
-
     async def update_weights(self, params: Any) -> None:
         """See `LLMEngine.update_weights`."""
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.update_weights(params)))

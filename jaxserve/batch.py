@@ -21,7 +21,18 @@ from jaxserve.sampler import SamplingInputs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import SchedulerOutput
 
-_INTS = ("slot", "kv_len", "q_len", "samples", "top_k", "seed_high", "seed_low", "num_prompt", "has_bias", "logprobs")
+_INTS = (
+    "slot",
+    "kv_len",
+    "q_len",
+    "samples",
+    "top_k",
+    "seed_high",
+    "seed_low",
+    "num_prompt",
+    "has_bias",
+    "logprobs",
+)
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 INT_COLUMNS = len(_INTS)
 FLOAT_COLUMNS = len(_FLOATS)
@@ -59,7 +70,9 @@ class BatchPacker:
         self.pages_per_seq = pages_per_seq
         self.num_slots = num_slots
 
-    def pack(self, output: SchedulerOutput, bucket: Bucket, biased_slots: set[int]) -> tuple[np.ndarray, np.ndarray]:
+    def pack(
+        self, output: SchedulerOutput, bucket: Bucket, biased_slots: set[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """ints and floats of the step. Rows past the scheduled ones are empty: no token, the dummy slot."""
         ints = np.zeros((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), np.int32)
         floats = np.zeros((bucket.num_rows, FLOAT_COLUMNS), np.float32)

@@ -31,7 +31,7 @@ def use_compilation_cache(directory: Path) -> None:
 
     What lies there is loaded as code. Raises ConfigError when the directory is another user's.
     """
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.values["jax_compilation_cache_dir"]:
         return
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.stat()
@@ -104,7 +104,11 @@ class ProgramTable:
             self.seconds += elapsed
             kind = "decode" if bucket.decode_only else "mixed"
             log.info(
-                "compiled %s step for %d tokens in %d rows (%.1f s)", kind, bucket.num_tokens, bucket.num_rows, elapsed
+                "compiled %s step for %d tokens in %d rows (%.1f s)",
+                kind,
+                bucket.num_tokens,
+                bucket.num_rows,
+                elapsed,
             )
         return program
 

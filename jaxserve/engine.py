@@ -135,7 +135,9 @@ class LLMEngine:
             if text is None:
                 raise InvalidRequestError("a prompt needs a text or prompt_token_ids", "prompt")
             if self.tokenizer is None:
-                raise InvalidRequestError("this model has no tokenizer: give the prompt as token ids", "prompt")
+                raise InvalidRequestError(
+                    "this model has no tokenizer: give the prompt as token ids", "prompt"
+                )
             return text, self.tokenizer.encode(text)
         if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids):
             raise InvalidRequestError("prompt token ids must be integers", "prompt")
@@ -274,12 +276,18 @@ class LLMEngine:
         ids = self._tokenise({"prompt_token_ids": token_ids})[1]
         vocab_size, limit = self.config.model.vocab_size, self.config.max_model_len
         if not ids or any(not 0 <= i < vocab_size for i in ids):
-            raise InvalidRequestError(f"token ids must be a non-empty list of ids in [0, {vocab_size})", "token_ids")
+            raise InvalidRequestError(
+                f"token ids must be a non-empty list of ids in [0, {vocab_size})", "token_ids"
+            )
         if len(ids) > limit:
-            raise InvalidRequestError(f"maximum context length is {limit} tokens, got {len(ids)}", "token_ids")
+            raise InvalidRequestError(
+                f"maximum context length is {limit} tokens, got {len(ids)}", "token_ids"
+            )
         pages = self.scheduler.allocator.allocate(-(-len(ids) // self.scheduler.config.page_size))
         if pages is None:
-            raise InvalidRequestError("no free pages for these tokens; wait for running requests", "token_ids")
+            raise InvalidRequestError(
+                "no free pages for these tokens; wait for running requests", "token_ids"
+            )
         try:
             return self.runner.logits(ids, pages, self._weights_for(len(ids)))
         finally:

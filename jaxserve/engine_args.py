@@ -12,7 +12,9 @@ from jaxserve.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-def _arg(default: Any, help_text: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = ()) -> Any:
+def _arg(
+    default: Any, help_text: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = ()
+) -> Any:
     return field(default=default, metadata={"help": help_text, "choices": choices, "aliases": aliases})
 
 
@@ -43,7 +45,9 @@ class EngineArgs:
     )
     tensor_parallel_size: int = _arg(1, "devices that one copy of the model is split over")
     dtype: str = _arg(
-        "auto", "weights and activations: auto is float32 on a CPU, else bfloat16", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "weights and activations: auto is float32 on a CPU, else bfloat16",
+        choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = _arg(
         "auto", "auto and none: packed weights are expanded to --dtype at load", choices=("auto", "none")
@@ -56,17 +60,27 @@ class EngineArgs:
     max_queue: int | None = _arg(None, "requests that may wait; one more is refused (429)")
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for (0 to 20)")
     seed: int | None = _arg(None, "seed of requests that give none; without it each draws its own")
-    platform: str | None = _arg(None, "device to use; by default JAX's own choice", choices=("cpu", "gpu", "tpu"))
+    platform: str | None = _arg(
+        None, "device to use; by default JAX's own choice", choices=("cpu", "gpu", "tpu")
+    )
     attention_implementation: str = _arg("auto", "auto, or one of the support table (jaxserve models)")
     warmup: str = _arg(
         "lazy",
         "compile before serving: lazy (programs that serve anything, others in the background), full, none",
         choices=("lazy", "full", "none"),
     )
-    compilation_cache_dir: str | None = _arg(None, "where compiled programs are kept (default: the cache directory)")
+    compilation_cache_dir: str | None = _arg(
+        None, "where compiled programs are kept (default: the cache directory)"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "kv_cache_memory"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "page_size",
+            "kv_cache_memory",
+        ):
             _check_int(name, getattr(self, name), 1)
         _check_int("num_pages", self.num_pages, 2)
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)

@@ -6,12 +6,13 @@ fails a step ends the engine: every request in flight is told, and nothing more 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from jaxserve.engine import LLMEngine, NewRequest
 from jaxserve.errors import EngineDeadError, QueueFullError
@@ -44,6 +45,8 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        # A thread inside XLA when the interpreter ends would take the process down with it.
+        atexit.register(self.close)
 
     @property
     def is_alive(self) -> bool:
@@ -54,14 +57,16 @@ class EngineLoop:
         return len(self._sinks) + self._num_pending
 
     def submit(self, new: NewRequest, sink: Sink) -> None:
-        """Queue a request. Raises EngineDeadError or QueueFullError now; what comes later goes to the sink."""
+        """Queue a request. Raises EngineDeadError or QueueFullError; what comes later goes to the sink."""
         scheduler = self.engine.scheduler
         limit = scheduler.config.max_queue
         with self._lock:
             self._check_alive()
             unfinished = scheduler.num_running + scheduler.num_waiting + self._num_pending
             if limit is not None and unfinished + new.params.n > scheduler.config.max_num_seqs + limit:
-                raise QueueFullError(f"{scheduler.num_waiting + self._num_pending} requests are waiting; try again later")
+                raise QueueFullError(
+                    f"{scheduler.num_waiting + self._num_pending} requests are waiting; try again later"
+                )
             self._num_pending += new.params.n
 
         def add() -> None:
@@ -109,9 +114,8 @@ class EngineLoop:
     def close(self) -> None:
         """Stop after the step under way; requests that are left fail with EngineDeadError. Idempotent."""
         with self._lock:
-            if self._stopping:
-                return
             self._stopping = True
+        atexit.unregister(self.close)
         self._inbox.put(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -185,5 +189,3 @@ class EngineLoop:
             sink.fail(error)
         self._sinks.clear()
         self.engine.close()
-
-

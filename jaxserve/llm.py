@@ -30,7 +30,9 @@ class _FinalSink:
 
     final_only = True
 
-    def __init__(self, results: queue.SimpleQueue[tuple[int, RequestOutput | BaseException]], index: int) -> None:
+    def __init__(
+        self, results: queue.SimpleQueue[tuple[int, RequestOutput | BaseException]], index: int
+    ) -> None:
         self._results = results
         self._index = index
 
@@ -121,9 +123,15 @@ class LLM:
         batch = _as_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
-        each = [sampling_params] * len(batch) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        each = (
+            [sampling_params] * len(batch)
+            if isinstance(sampling_params, SamplingParams)
+            else list(sampling_params)
+        )
         if len(each) != len(batch):
-            raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling_params", "sampling_params")
+            raise InvalidRequestError(
+                f"{len(batch)} prompts but {len(each)} sampling_params", "sampling_params"
+            )
         ids = [self._next_id() for _ in batch]
         ready = [self._engine.prepare(p, s, i) for p, s, i in zip(batch, each, ids, strict=True)]
         results: queue.SimpleQueue[tuple[int, RequestOutput | BaseException]] = queue.SimpleQueue()
@@ -160,11 +168,11 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer, so no chat template", "messages")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             {
                 "prompt_token_ids": self.tokenizer.apply_chat_template(
-                    [dict(m) for m in conversation],  # type: ignore[union-attr]
+                    [dict(message) for message in conversation],
                     add_generation_prompt=add_generation_prompt,
                     **(chat_template_kwargs or {}),
                 )
@@ -229,12 +237,13 @@ class LLM:
         return str(self._num_requests)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt (a text, a mapping, a list of token ids) or several, as several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if len(prompts) and all(isinstance(p, int | np.integer) for p in prompts):
-        return [prompts]  # one prompt of token ids
-    return list(prompts)  # type: ignore[arg-type]
+        return [prompts]
+    return list(prompts)
 
 
 class _bar:  # noqa: N801 (reads as a function at its one use)

@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxserve_checkpoints import Checkpoint, open_checkpoint, resolve_model
 
 from jaxserve.chat_template import load_chat_template
 from jaxserve.compilation import use_compilation_cache
@@ -31,6 +29,7 @@ from jaxserve.sharding import make_mesh
 from jaxserve.step import StepSpec, Weights
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import ModelSkeleton, build_skeleton, load_weights, weights_from
+from jaxserve_checkpoints import Checkpoint, open_checkpoint, resolve_model
 from pallas_kernels.support import resolve
 
 log = logging.getLogger("jaxserve")
@@ -80,14 +79,15 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     loaded = time.perf_counter()
     name = args.model if live is None else "live"
     report(
-        f"{name}: {config.num_parameters / 1e6:.1f}M parameters, {skeleton.num_bytes / 1e6:,.0f} MB as {dtype} on "
-        f"{mesh.size} {platform} device{'s' if mesh.size > 1 else ''}, loaded in {loaded - started:.1f} s"
+        f"{name}: {config.num_parameters / 1e6:.1f}M parameters, "
+        f"{skeleton.num_bytes / 1e6:,.0f} MB as {dtype} on {mesh.size} {platform} device{'s' if mesh.size > 1 else ''}, loaded in {loaded - started:.1f} s"
     )
     if checkpoint is not None and checkpoint.format == "gguf" and args.quantization == "auto":
         report(f"quantization auto: packed weights are expanded to {dtype}")
     report(
         f"KV pool: {pool.num_pages - 1} pages of {pool.page_size} tokens = {pool.num_tokens:,} tokens, "
-        f"{pool.num_bytes / 1e6:,.0f} MB; context {limits.max_model_len}, up to {limits.max_num_seqs} requests at once"
+        f"{pool.num_bytes / 1e6:,.0f} MB; context {limits.max_model_len}, "
+        f"up to {limits.max_num_seqs} requests at once"
     )
     spec = StepSpec(
         graphdef=skeleton.graphdef,
@@ -103,7 +103,8 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     runner.warm_up(args.warmup, report)
     report(
         f"ready in {time.perf_counter() - started:.1f} s "
-        f"({runner.num_compilations} programs compiled or read from the cache in {runner.programs.seconds:.1f} s)"
+        f"({runner.num_compilations} programs compiled or read from the cache, "
+        f"{runner.programs.seconds:.1f} s)"
     )
     tokenizer = live.tokenizer if live is not None else _tokenizer(args, checkpoint)
     engine_config = EngineConfig(
@@ -154,7 +155,8 @@ def _limits(
     max_model_len = args.max_model_len or config.max_position_embeddings
     if max_model_len > config.max_position_embeddings and config.rope.rope_type == "default":
         raise ConfigError(
-            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings {config.max_position_embeddings}"
+            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
+            f"{config.max_position_embeddings}"
         )
     page_size = args.page_size or default_page_size(max_model_len)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else np.dtype(jnp.dtype(args.kv_cache_dtype))
@@ -254,7 +256,9 @@ def _default_sampling(args: EngineArgs, checkpoint: Checkpoint | None) -> dict[s
 def _eos(config: ModelConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> frozenset[int]:
     """generation_config's list goes before the config's, as in transformers; the tokenizer's joins it."""
     listed = checkpoint.generation_config.get("eos_token_id") if checkpoint is not None else None
-    ids = set(listed if isinstance(listed, list) else [listed] if listed is not None else config.eos_token_ids)
+    ids = set(
+        listed if isinstance(listed, list) else [listed] if listed is not None else config.eos_token_ids
+    )
     if tokenizer is not None:
         ids.update(tokenizer.eos_token_ids)
     return frozenset(int(i) for i in ids)

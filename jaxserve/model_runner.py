@@ -39,7 +39,11 @@ class StepHandle:
     def tokens(self) -> dict[str, int]:
         """Sampled token ids by request id."""
         ids = np.asarray(self.sampled.token_ids).tolist()
-        return {item.request.request_id: ids[row] for row, item in enumerate(self.output.scheduled) if item.samples}
+        return {
+            item.request.request_id: ids[row]
+            for row, item in enumerate(self.output.scheduled)
+            if item.samples
+        }
 
     def logprobs(self) -> dict[str, TokenLogprobs]:
         """For requests that asked for them."""
@@ -51,7 +55,9 @@ class StepHandle:
         if not wanted:
             return {}
         ids, arrays = np.asarray(self.sampled.token_ids), [np.asarray(a) for a in self.sampled[1:]]
-        return {r.request_id: _token_logprobs(int(ids[i]), i, arrays, r.params.logprobs or 0) for i, r in wanted}
+        return {
+            r.request_id: _token_logprobs(int(ids[i]), i, arrays, r.params.logprobs or 0) for i, r in wanted
+        }
 
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
         """(request, position of the first token scored, one entry for each following position)."""
@@ -198,6 +204,7 @@ class ModelRunner:
         return hidden, sampled
 
     def _put_tokens(self, request: Request) -> None:
+        assert request.slot is not None
         row = np.zeros(self.limits.max_model_len, np.int32)
         row[: request.num_tokens] = request.known_tokens(0, request.num_tokens)
         self._tokens = self._upload_tokens(self._tokens, np.int32(request.slot), row)
@@ -240,7 +247,9 @@ class ModelRunner:
 
     # ---- beside the scheduler
 
-    def logits(self, token_ids: Sequence[int], pages: Sequence[int], weights: Weights | None = None) -> np.ndarray:
+    def logits(
+        self, token_ids: Sequence[int], pages: Sequence[int], weights: Weights | None = None
+    ) -> np.ndarray:
         """Raw logits, float32 [num_tokens, vocab], of one sequence whose KV goes to `pages` (lent to it)."""
         weights = self.weights if weights is None else weights
         row = np.zeros(self.limits.max_model_len, np.int32)
@@ -271,5 +280,3 @@ class ModelRunner:
 
     def close(self) -> None:
         self.programs.close()
-
-

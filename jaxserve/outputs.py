@@ -65,14 +65,22 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     def __str__(self) -> str:
-        head = f"prompt: {self.prompt!r}" if self.prompt is not None else f"prompt: {len(self.prompt_token_ids)} tokens"
-        rows = [f"  [{o.index}] {o.text!r} ({len(o.token_ids)} tokens, {o.finish_reason or 'running'})" for o in self.outputs]
+        head = (
+            f"prompt: {self.prompt!r}"
+            if self.prompt is not None
+            else f"prompt: {len(self.prompt_token_ids)} tokens"
+        )
+        rows = [
+            f"  [{o.index}] {o.text!r} ({len(o.token_ids)} tokens, {o.finish_reason or 'running'})"
+            for o in self.outputs
+        ]
         return "\n".join([head, *rows])
 
     def _repr_html_(self) -> str:
         prompt = self.prompt if self.prompt is not None else f"{len(self.prompt_token_ids)} token ids"
         rows = "".join(
-            f"<tr><td>{o.index}</td><td style='text-align:left;white-space:pre-wrap'>{html.escape(o.text)}</td>"
+            f"<tr><td>{o.index}</td>"
+            f"<td style='text-align:left;white-space:pre-wrap'>{html.escape(o.text)}</td>"
             f"<td>{len(o.token_ids)}</td><td>{o.finish_reason or 'running'}</td></tr>"
             for o in self.outputs
         )

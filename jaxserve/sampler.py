@@ -80,9 +80,7 @@ def sample(
     is_random = inputs.temperature >= _GREEDY_BELOW
     drawn = jax.lax.cond(is_random.any(), lambda x: _draw(x, inputs), lambda x: greedy, logits)
     token_ids = jnp.where(is_random, drawn, greedy)
-    details = jax.lax.cond(
-        inputs.wants_logprobs.any(), token_logprobs, _no_logprobs, raw, token_ids
-    )
+    details = jax.lax.cond(inputs.wants_logprobs.any(), token_logprobs, _no_logprobs, raw, token_ids)
     return Sampled(token_ids, *details)
 
 
@@ -156,7 +154,7 @@ def _top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Keep the most likely tokens whose probabilities sum to top_p (Holtzman et al., 2020, arXiv:1904.09751)."""
+    """Keep the most likely tokens that sum to top_p (Holtzman et al., 2020, arXiv:1904.09751)."""
     keys = _ordered_bits(logits)
     p = jax.nn.softmax(logits, axis=-1)
     target = top_p - 1e-6  # the sum of all probabilities can round to less than 1

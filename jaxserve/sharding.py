@@ -37,7 +37,9 @@ def splits_heads(config: ModelConfig, mesh: Mesh) -> bool:
 
 def param_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
     """A dimension that its axis does not divide is kept whole."""
-    fitting = [a if a is not None and n % mesh.shape[a] == 0 else None for a, n in zip(axes, shape, strict=True)]
+    fitting = [
+        a if a is not None and n % mesh.shape[a] == 0 else None for a, n in zip(axes, shape, strict=True)
+    ]
     return NamedSharding(mesh, PartitionSpec(*fitting))
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxserve_checkpoints import Checkpoint, CheckpointError
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family
 from jaxserve.sharding import param_sharding, splits_heads, variable_axes
 from jaxserve.step import Weights
+from jaxserve_checkpoints import Checkpoint, CheckpointError
 
 Path = tuple[str | int, ...]
 ROPE_PATH: Path = ("rope_inv_freq",)
@@ -78,7 +78,9 @@ def rope_leaf(skeleton: ModelSkeleton, factors: np.ndarray | None, seq_len: int 
     return inv_freq if factors is None else (inv_freq / factors.reshape(-1)).astype(np.float32)
 
 
-def load_weights(checkpoint: Checkpoint, skeleton: ModelSkeleton, progress: Progress | None = None) -> Weights:
+def load_weights(
+    checkpoint: Checkpoint, skeleton: ModelSkeleton, progress: Progress | None = None
+) -> Weights:
     """Read every tensor to its shard, two at a time.
 
     Raises CheckpointError, in one line with file and tensor, for one that is missing, left over or misshapen.
@@ -91,12 +93,14 @@ def load_weights(checkpoint: Checkpoint, skeleton: ModelSkeleton, progress: Prog
 
     def read(leaf: Leaf) -> jax.Array:
         if leaf.path == ROPE_PATH:
-            name = family.gguf_rope_factors if is_gguf else None
-            factors = checkpoint.tensors[name].read() if name in checkpoint.tensors else None
+            ref = checkpoint.tensors.get(family.gguf_rope_factors or "") if is_gguf else None
+            factors = ref.read() if ref is not None else None
             return jax.device_put(rope_leaf(skeleton, factors), leaf.sharding)
         ref = checkpoint.tensors[file_names[leaf.path]]
         if ref.shape != leaf.shape:
-            raise CheckpointError(f"{ref.file}: tensor {ref.name} has shape {ref.shape}, expected {leaf.shape}")
+            raise CheckpointError(
+                f"{ref.file}: tensor {ref.name} has shape {ref.shape}, expected {leaf.shape}"
+            )
         value = ref.read()
         if is_gguf:
             value = family.from_gguf(table[leaf.path], value, config)
@@ -123,7 +127,8 @@ def _check_names(checkpoint: Checkpoint, skeleton: ModelSkeleton, wanted: set[st
     ]
     if spare:
         raise CheckpointError(
-            f"{checkpoint.path}: tensor {min(spare)} has no place in {config.family} ({len(spare)} such in all)"
+            f"{checkpoint.path}: tensor {min(spare)} has no place in {config.family} "
+            f"({len(spare)} such in all)"
         )
 
 
@@ -142,7 +147,9 @@ def weights_from(model: Any, skeleton: ModelSkeleton) -> Weights:
     elif isinstance(model, Mapping):
         found = _by_names(model, skeleton)
     else:
-        raise ConfigError(f"model must be an nnx.Module, an nnx.State or named arrays, got {type(model).__name__}")
+        raise ConfigError(
+            f"model must be an nnx.Module, an nnx.State or named arrays, got {type(model).__name__}"
+        )
     found[ROPE_PATH] = rope_leaf(skeleton, None)
     return tuple(_place(leaf, found) for leaf in skeleton.leaves)
 

@@ -10,8 +10,8 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 # operation -> platform -> implementations, the preferred one first
 SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
-    "ragged_paged_attention": {p: ("xla", "reference") for p in PLATFORMS},
-    "kv_write": {p: ("xla",) for p in PLATFORMS},
+    "ragged_paged_attention": dict.fromkeys(PLATFORMS, ("xla", "reference")),
+    "kv_write": dict.fromkeys(PLATFORMS, ("xla",)),
 }
 
 
@@ -22,7 +22,9 @@ def resolve(operation: str, platform: str, implementation: str = "auto") -> str:
     """
     table = SUPPORT[operation]
     if platform not in table:
-        raise NotImplementedError(f"{operation}: no implementation for platform {platform!r} (have: {', '.join(table)})")
+        raise NotImplementedError(
+            f"{operation}: no implementation for platform {platform!r} (have: {', '.join(table)})"
+        )
     if implementation == "auto":
         return table[platform][0]
     if implementation not in table[platform]:

@@ -48,7 +48,12 @@ class ConfigReader:
         value = self.get(key, default)
         if value is _MISSING:
             raise ConfigError(f"{self.source}: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             raise ConfigError(f"{self.source}: {key} must be a positive number, got {value!r}")
         return float(value)
 
@@ -100,7 +105,9 @@ def read_rope(
     parameters = {k: v for k, v in {**old, **new}.items() if v is not None}
     theta = parameters.pop("rope_theta", theta)
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{read.source}: partial_rotary_factor is not supported by this model family")
+        raise UnsupportedModelError(
+            f"{read.source}: partial_rotary_factor is not supported by this model family"
+        )
     legacy = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", legacy)
     if rope_type == "default" and "factor" in parameters:

@@ -58,9 +58,7 @@ def loop_layers(layers: nnx.List, body: Callable[[Any, Any, Any], Any], carry: A
     return jax.lax.fori_loop(0, len(by_layer), one, carry)
 
 
-def linear(
-    x: jax.Array, weight: jax.Array | LayerWeight, out_dtype: jnp.dtype | None = None
-) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array | LayerWeight, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x [num_tokens, in] times weight [out, in] -> [num_tokens, out], accumulated in float32."""
     if isinstance(weight, LayerWeight):
         branches = [functools.partial(_dot, array) for array in weight.arrays]
@@ -90,7 +88,9 @@ def sharded_param(shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | No
 class Linear(nnx.Module):
     """y = x W^T + b. `shard` names the dimension that the model axis splits: "out", "in" or None."""
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype, shard: str | None) -> None:
+    def __init__(
+        self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype, shard: str | None
+    ) -> None:
         axes = {"out": (MODEL_AXIS, None), "in": (None, MODEL_AXIS), None: (None, None)}[shard]
         self.weight = sharded_param((out_size, in_size), dtype, axes)  # [out, in]
         self.bias = sharded_param((out_size,), dtype, (axes[0],)) if bias else None  # [out]

@@ -6,6 +6,7 @@ Hugging Face names and from GGUF names.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -21,7 +22,9 @@ from jaxserve.models.layers import Embedding, Linear, RMSNorm, loop_layers, shar
 from jaxserve.models.rope import RopeConfig, apply_rope, rope_tables
 
 # [num_tokens, num_heads, head_dim] x3, pool -> ([num_tokens, num_heads, head_dim], pool)
-AttendFn = Callable[[int | jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+AttendFn = Callable[
+    [int | jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+]
 
 
 class CausalLM(Protocol):
@@ -38,7 +41,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, shard_heads: bool) -> None:
         h, d = config.hidden_size, config.head_dim
         out, inp = ("out", "in") if shard_heads else (None, None)
-        kw: dict[str, Any] = dict(dtype=dtype)
+        kw: dict[str, Any] = {"dtype": dtype}
         self.q_proj = Linear(h, config.num_heads * d, bias=config.qkv_bias, shard=out, **kw)
         self.k_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=out, **kw)
         self.v_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=out, **kw)
@@ -46,7 +49,12 @@ class Attention(nnx.Module):
         self.head_dim = d
 
     def __call__(
-        self, layer: int | jax.Array, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: AttendFn, kv_pool: jax.Array
+        self,
+        layer: int | jax.Array,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        attend: AttendFn,
+        kv_pool: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         num_tokens = x.shape[0]
         q = self.q_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads, head_dim]
@@ -134,11 +142,11 @@ class LlamaForCausalLM(nnx.Module):
 
 # Keys of config.json that say nothing about the forward pass.
 _INERT = frozenset(
-    """_name_or_path architectures auto_map attention_dropout bos_token_id eos_token_id pad_token_id unk_token_id
-    dtype torch_dtype initializer_range model_type pretraining_tp transformers_version use_cache vocab_size
-    is_llama_config rope_interleaved output_attentions output_hidden_states return_dict
-    id2label label2id finetuning_task problem_type task_specific_params tokenizer_class prefix chunk_size_feed_forward
-    is_encoder_decoder transformers.js_config""".split()
+    """_name_or_path architectures auto_map attention_dropout bos_token_id eos_token_id pad_token_id
+    unk_token_id dtype torch_dtype initializer_range model_type pretraining_tp transformers_version
+    use_cache vocab_size     is_llama_config output_attentions output_hidden_states return_dict
+    id2label label2id finetuning_task problem_type task_specific_params tokenizer_class prefix
+    chunk_size_feed_forward is_encoder_decoder transformers.js_config""".split()
 )
 
 
@@ -157,7 +165,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     head_dim = read.optional_integer("head_dim")
     if head_dim is None:
         if hidden % num_heads:
-            raise ConfigError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
+            raise ConfigError(
+                f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}"
+            )
         head_dim = hidden // num_heads
     num_kv_heads = read.optional_integer("num_key_value_heads") or num_heads
     max_positions = read.integer("max_position_embeddings")
@@ -183,7 +193,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     )
     read.finish()
     if num_heads % num_kv_heads:
-        raise ConfigError(f"config.json: {num_heads} heads cannot share {num_kv_heads} key-value heads evenly")
+        raise ConfigError(
+            f"config.json: {num_heads} heads cannot share {num_kv_heads} key-value heads evenly"
+        )
     return config
 
 
@@ -298,7 +310,9 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     )
     read.finish()
     if embed_hidden != hidden:
-        raise ConfigError(f"GGUF metadata: embedding_length {hidden} but token_embd.weight has {embed_hidden} columns")
+        raise ConfigError(
+            f"GGUF metadata: embedding_length {hidden} but token_embd.weight has {embed_hidden} columns"
+        )
     return config
 
 
@@ -317,16 +331,14 @@ def _gguf_rope(read: ConfigReader, head_dim: int, max_positions: int) -> RopeCon
     attention_factor = read.number("rope.scaling.attn_factor", 1.0)
     if attention_factor != 1.0:
         raise UnsupportedModelError("GGUF metadata: rope.scaling.attn_factor is not supported")
-    base = dict(theta=theta, head_dim=head_dim, max_position_embeddings=max_positions)
+    base = functools.partial(RopeConfig, theta, head_dim, max_positions)
     if kind == "none" and legacy != 1.0:
         kind, factor = "linear", legacy
     if kind == "none":
-        return RopeConfig(**base)  # type: ignore[arg-type]
+        return base()
     if kind == "linear":
-        return RopeConfig(**base, rope_type="linear", parameters={"factor": factor})  # type: ignore[arg-type]
+        return base("linear", {"factor": factor})
     if kind == "yarn":
         parameters = {"factor": factor, "original_max_position_embeddings": original}
-        return RopeConfig(**base, rope_type="yarn", parameters=parameters)  # type: ignore[arg-type]
+        return base("yarn", parameters)
     raise UnsupportedModelError(f"GGUF metadata: rope.scaling.type {kind!r} is not supported")
-
-

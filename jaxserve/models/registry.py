@@ -13,6 +13,7 @@ from jaxserve.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import numpy as np
+
     from jaxserve_checkpoints import Checkpoint
 
 
@@ -75,7 +76,9 @@ def read_model(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
                 return family, family.config_from_gguf(checkpoint.metadata, checkpoint.tensors)
         raise _unknown(architecture, [a for f in FAMILIES for a in f.gguf_architectures])
     names = checkpoint.config.get("architectures") or []
-    architecture = names[0] if isinstance(names, list) and names else str(checkpoint.config.get("model_type", ""))
+    architecture = (
+        names[0] if isinstance(names, list) and names else str(checkpoint.config.get("model_type", ""))
+    )
     for family in FAMILIES:
         if architecture in family.architectures or architecture == family.name:
             return family, family.config_from_hf(checkpoint.config)

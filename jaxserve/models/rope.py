@@ -25,7 +25,9 @@ _KNOWN_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset({"original_max_position_embeddings"}),
     "linear": frozenset({"factor", "original_max_position_embeddings"}),
     "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
     "yarn": frozenset(
         {
             "factor",
@@ -58,7 +60,9 @@ class RopeConfig:
             )
         unknown = set(self.parameters) - _KNOWN_KEYS[self.rope_type]
         if unknown:
-            raise UnsupportedModelError(f"rope type {self.rope_type!r} does not know the key {min(unknown)!r}")
+            raise UnsupportedModelError(
+                f"rope type {self.rope_type!r} does not know the key {min(unknown)!r}"
+            )
         needed = {"default": (), "llama3": tuple(_KNOWN_KEYS["llama3"])}.get(self.rope_type, ("factor",))
         if self.rope_type == "yarn" and self.parameters.get("original_max_position_embeddings"):
             needed = ()  # the factor follows from the two lengths

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 
 
 def write_kv(
-    kv_pool: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, offsets: jax.Array
+    kv_pool: jax.Array,
+    layer: int | jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
 ) -> jax.Array:
     """Write each token's K and V at (pages[t], offsets[t]) of `layer`; returns the pool.
 

@@ -52,4 +52,6 @@ def ragged_paged_attention(
     """
     validate(q, kv_pool, kv_lens, page_indices, cu_q_lens, decode_only=decode_only)
     attend = _IMPLEMENTATIONS[resolve("ragged_paged_attention", platform, implementation)]
-    return attend(q, kv_pool, layer, kv_lens, page_indices, cu_q_lens, sm_scale=sm_scale, decode_only=decode_only)
+    return attend(
+        q, kv_pool, layer, kv_lens, page_indices, cu_q_lens, sm_scale=sm_scale, decode_only=decode_only
+    )

@@ -19,7 +19,9 @@ def validate(
     if q.ndim != 3:
         raise ValueError(f"q must be [num_tokens, num_q_heads, head_dim], got {q.shape}")
     if kv_pool.ndim != 6 or kv_pool.shape[3] != 2:
-        raise ValueError(f"kv_pool must be [layers, pages, kv_heads, 2, page_size, head_dim], got {kv_pool.shape}")
+        raise ValueError(
+            f"kv_pool must be [layers, pages, kv_heads, 2, page_size, head_dim], got {kv_pool.shape}"
+        )
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_pool.shape[2]
     if kv_pool.shape[5] != head_dim:

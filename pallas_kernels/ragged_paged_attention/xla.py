@@ -82,7 +82,9 @@ def _decode(
     ends = jnp.cumsum(blocks)
     total = ends[-1]
 
-    def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(
+        carry: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         i, maximum, norm, out = carry
         item = i + jnp.arange(group_size, dtype=jnp.int32)
         row = jnp.minimum(jnp.searchsorted(ends, item, side="right"), num_seqs - 1)
@@ -91,7 +93,9 @@ def _decode(
         page = first[:, None] // page_size + jnp.arange(num_pages)[None, :]  # [items, num_pages]
         lens = jnp.where(is_live, kv_lens[row], 0)
         is_used = page * page_size < lens[:, None]
-        pages = jnp.where(is_used, page_indices[row[:, None], jnp.minimum(page, page_indices.shape[1] - 1)], 0)
+        pages = jnp.where(
+            is_used, page_indices[row[:, None], jnp.minimum(page, page_indices.shape[1] - 1)], 0
+        )
         is_key = first[:, None] + jnp.arange(block)[None, :] < lens[:, None]  # [items, block]
 
         k = _fetch(kv_pool, layer, 0, pages)  # [items, num_kv_heads, block, head_dim]
