@@ -79,8 +79,8 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     loaded = time.perf_counter()
     name = args.model if live is None else "live"
     report(
-        f"{name}: {config.num_parameters / 1e6:.1f}M parameters, "
-        f"{skeleton.num_bytes / 1e6:,.0f} MB as {dtype} on {mesh.size} {platform} device{'s' if mesh.size > 1 else ''}, loaded in {loaded - started:.1f} s"
+        f"{name}: {config.num_parameters / 1e6:.1f}M parameters, {skeleton.num_bytes / 1e6:,.0f} MB, "
+        f"{dtype}, {platform} x {mesh.size}, loaded in {loaded - started:.1f} s"
     )
     if checkpoint is not None and checkpoint.format == "gguf" and args.quantization == "auto":
         report(f"quantization auto: packed weights are expanded to {dtype}")

@@ -144,7 +144,7 @@ class LlamaForCausalLM(nnx.Module):
 _INERT = frozenset(
     """_name_or_path architectures auto_map attention_dropout bos_token_id eos_token_id pad_token_id
     unk_token_id dtype torch_dtype initializer_range model_type pretraining_tp transformers_version
-    use_cache vocab_size     is_llama_config output_attentions output_hidden_states return_dict
+    use_cache vocab_size is_llama_config output_attentions output_hidden_states return_dict
     id2label label2id finetuning_task problem_type task_specific_params tokenizer_class prefix
     chunk_size_feed_forward is_encoder_decoder transformers.js_config""".split()
 )
