@@ -48,7 +48,7 @@ def bucket_ladders(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[list
     """The buckets of an engine: decode (one token a row) and mixed, each from small to large."""
     rows = [1]
     while rows[-1] < max_num_seqs:
-        rows.append(min(max(4, rows[-1] * 2), max_num_seqs))
+        rows.append(min(max(8, rows[-1] * 2), max_num_seqs))
     mixed_rows = [r for r in (8, 64) if r < max_num_seqs] + [max_num_seqs]
     tokens = [16]
     while tokens[-1] < max_num_batched_tokens:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 _DECODE_BLOCK = 64  # keys an item covers
-_DECODE_GROUP = 64  # items a loop step takes
-_QUERY_TILE = 64  # queries of a prefill tile
-_KEY_BLOCK = 256  # keys a prefill tile takes at a time
+_DECODE_GROUP = (8, 64)  # items a loop step takes, two a row within these bounds
+_QUERY_TILE = 128  # queries of a prefill tile
+_KEY_BLOCK = 128  # keys a prefill tile takes at a time
 
 
 class _Rows(NamedTuple):
@@ -75,7 +75,7 @@ def _decode(
     num_kv_heads, page_size = kv_pool.shape[2], kv_pool.shape[4]
     num_pages = _pages_per_block(kv_pool, _DECODE_BLOCK)
     block = num_pages * page_size
-    group_size = min(_DECODE_GROUP, num_seqs * -(-page_indices.shape[1] // num_pages))
+    group_size = min(max(2 * num_seqs, _DECODE_GROUP[0]), _DECODE_GROUP[1])
     q = q.reshape(num_seqs, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
 
     blocks = -(-kv_lens // block)  # items of each row
