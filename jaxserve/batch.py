@@ -70,14 +70,19 @@ class BatchPacker:
         self.pages_per_seq = pages_per_seq
         self.num_slots = num_slots
 
-    def pack(
-        self, output: SchedulerOutput, bucket: Bucket, biased_slots: set[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """ints and floats of the step. Rows past the scheduled ones are empty: no token, the dummy slot."""
+    def empty(self, bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+        """ints and floats of rows without tokens, in the dummy slot."""
         ints = np.zeros((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), np.int32)
         floats = np.zeros((bucket.num_rows, FLOAT_COLUMNS), np.float32)
         ints[:, 0] = self.num_slots
-        floats[:, 1] = floats[:, 5] = 1.0
+        floats[:, 1] = floats[:, 5] = 1.0  # top_p and repetition penalty: off
+        return ints, floats
+
+    def pack(
+        self, output: SchedulerOutput, bucket: Bucket, biased_slots: set[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """ints and floats of the step; rows past the scheduled ones are empty."""
+        ints, floats = self.empty(bucket)
         for row, item in enumerate(output.scheduled):
             request, params = item.request, item.request.params
             assert request.slot is not None

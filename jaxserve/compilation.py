@@ -67,6 +67,7 @@ class ProgramTable:
         self.buckets = sorted(buckets, key=_cost)
         self._compile_bucket = compile_bucket
         self._programs: dict[Bucket, Program] = {}
+        self._unused: set[Bucket] = set()  # compiled, never run
         self._errors: list[BaseException] = []
         self._wanted: set[Bucket] = set()
         self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -90,8 +91,18 @@ class ProgramTable:
             if program is not None:
                 if bucket is not best:
                     self.request(best)
+                self._unused.discard(bucket)
                 return bucket, program
-        return best, self.compile_now(best)
+        program = self.compile_now(best)
+        self._unused.discard(best)
+        return best, program
+
+    def take_unused(self) -> tuple[Bucket, Program] | None:
+        """A program that has never run, once: its first run is slow and better done while nobody waits."""
+        if not self._unused:
+            return None
+        bucket = self._unused.pop()
+        return bucket, self._programs[bucket]
 
     def compile_now(self, bucket: Bucket) -> Program:
         program = self._programs.get(bucket)
@@ -100,6 +111,7 @@ class ProgramTable:
             program = self._compile_bucket(bucket)
             elapsed = time.perf_counter() - started
             self._programs[bucket] = program
+            self._unused.add(bucket)
             self.num_compilations += 1
             self.seconds += elapsed
             kind = "decode" if bucket.decode_only else "mixed"

@@ -329,5 +329,9 @@ class LLMEngine:
             last_step_age=None if started is None else time.monotonic() - started,
         )
 
+    def use_idle_time(self) -> bool:
+        """Do a piece of work that may wait; whether there was one."""
+        return self.runner.try_unused_program()
+
     def close(self) -> None:
         self.runner.close()

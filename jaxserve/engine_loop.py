@@ -158,6 +158,8 @@ class EngineLoop:
                         self._inbox.get(timeout=max(0.0, wakeup - engine.clock()))()
                 elif self._stopping:
                     return
+                elif self._inbox.empty() and engine.use_idle_time():
+                    continue
                 else:
                     self._inbox.get()()
             except queue.Empty:

@@ -133,6 +133,25 @@ class ModelRunner:
             report("compiling the step for 1 token")
             self.programs.compile_now(decodes[0])
             self.programs.request(decodes[-1])
+        while self.try_unused_program():
+            pass
+
+    def try_unused_program(self) -> bool:
+        """Run a compiled program for the first time, on tokens of no request; whether there was one.
+
+        XLA's matrix library prepares itself on the first run, which takes a second.
+        """
+        unused = self.programs.take_unused()
+        if unused is None:
+            return False
+        bucket, program = unused
+        ints, floats = self.packer.empty(bucket)
+        # One row of several tokens where the bucket allows it, one of one: both kinds of attention run.
+        q_lens = [1] if bucket.decode_only else [min(2, bucket.num_tokens), 1][: bucket.num_rows]
+        for row, q_len in enumerate(q_lens):
+            ints[row, 1:3] = q_len, q_len
+        jax.block_until_ready(self._run(program, ints, floats))
+        return True
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
         return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
@@ -259,12 +278,9 @@ class ModelRunner:
         for start in range(0, len(token_ids), self.limits.max_num_batched_tokens):
             count = min(len(token_ids) - start, self.limits.max_num_batched_tokens)
             bucket, program = self.programs.choose(count, 1, count == 1)
-            ints = np.zeros((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), np.int32)
-            ints[:, 0] = self.num_slots
+            ints, floats = self.packer.empty(bucket)
             ints[0, 1:3] = start + count, count
             ints[0, INT_COLUMNS : INT_COLUMNS + len(pages)] = pages
-            floats = np.zeros((bucket.num_rows, FLOAT_COLUMNS), np.float32)
-            floats[:, 1] = floats[:, 5] = 1.0
             self._kv_pool, self._tokens, hidden, _ = program(
                 weights, self._kv_pool, self._tokens, self._bias, ints, floats
             )

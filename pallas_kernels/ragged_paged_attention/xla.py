@@ -104,7 +104,8 @@ def _decode(
         belongs = (jnp.arange(num_seqs)[:, None] == row[None, :]) & is_live[None, :]  # [num_seqs, items]
         peaks = jnp.where(belongs[:, :, None, None], scores.max(-1)[None], _MASKED)
         new_maximum = jnp.maximum(maximum, peaks.max(1))  # [num_seqs, num_kv_heads, group]
-        p = jnp.where(is_key[:, None, None, :], jnp.exp(scores - new_maximum[row][..., None]), 0.0)
+        # A masked score's weight is 0: a live item has a key, so its row's maximum is a true score.
+        p = jnp.exp(scores - new_maximum[row][..., None])
         v = _fetch(kv_pool, layer, 1, pages)
         v = jnp.where(is_key[:, None, :, None], v, 0.0)  # stale memory may hold NaN, and 0 * NaN is NaN
         partial = _dot("ihgk,ihkd->ihgd", p, v)
@@ -163,7 +164,8 @@ def _prefill(q: jax.Array, kv_pool: jax.Array, layer: int | jax.Array, rows: _Ro
             is_seen = jnp.repeat(is_seen, group, axis=0)[None]  # [1, tile * group, block]
             scores = jnp.where(is_seen, scores, _MASKED)
             new_maximum = jnp.maximum(maximum, scores.max(-1))
-            p = jnp.where(is_seen, jnp.exp(scores - new_maximum[..., None]), 0.0)
+            # A masked score's weight is 0: every query sees key 0, so block 0 makes its maximum a true score.
+            p = jnp.exp(scores - new_maximum[..., None])
             v = _fetch(kv_pool, layer, 1, pages)
             v = jnp.where((key < last)[None, :, None], v, 0.0)  # stale memory may hold NaN
             scale = jnp.exp(maximum - new_maximum)
