@@ -99,6 +99,7 @@ def test_a_sharded_bfloat16_checkpoint_equals_its_values_in_float32(tmp_path: Pa
         np.testing.assert_array_equal(a.logits(ids), b.logits(ids))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama_gqa", "llama_rope_llama3"])
 def test_tensor_parallel_gives_the_same_tokens(name: str) -> None:
     """llama_gqa splits its heads over two devices; llama_rope_llama3 has one kv head: all on each."""

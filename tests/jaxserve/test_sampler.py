@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.sampler import MAX_LOGPROBS, Sampled, SamplingInputs, sample
 
+pytestmark = pytest.mark.quick
 VOCAB = 300
 MAX_TOKENS = 16
 DEFAULTS: dict[str, Any] = {

@@ -1,0 +1,197 @@
+"""The engine under asyncio: streams, aborts, many at once, failure of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from jaxserve import AsyncLLMEngine, SamplingParams
+from jaxserve.engine_args import EngineArgs
+from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.loading import Live, load_engine
+from tests.jaxserve.tiny import TINY, random_arrays, tiny_llm
+
+pytestmark = pytest.mark.quick
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def make_engine(**args: Any) -> AsyncLLMEngine:
+    defaults = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+        "page_size": 8,
+        "num_pages": 129,
+    }
+    live = Live(random_arrays(), TINY, None)
+    return AsyncLLMEngine(load_engine(EngineArgs(**{**defaults, "warmup": "none", **args}), live))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncLLMEngine]:
+    made = make_engine()
+    yield made
+    made.shutdown()
+
+
+async def is_idle(engine: AsyncLLMEngine) -> bool:
+    for _ in range(500):
+        stats = engine.stats()
+        if stats.num_running == stats.num_waiting == stats.pages_used == 0:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_outputs_are_cumulative_and_end_with_the_finished_one(engine: AsyncLLMEngine) -> None:
+    seen = [output async for output in engine.generate([5, 6, 7], SHORT)]
+    lengths = [len(o.outputs[0].token_ids) for o in seen]
+    assert lengths == sorted(lengths)
+    assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
+    for earlier, later in itertools.pairwise(seen):
+        assert later.outputs[0].token_ids[: len(earlier.outputs[0].token_ids)] == earlier.outputs[0].token_ids
+    assert seen[-1].metrics.first_token_time is not None
+
+
+async def test_leaving_the_iterator_frees_the_pages(engine: AsyncLLMEngine) -> None:
+    iterator = engine.generate([5, 6, 7], LONG)
+    await anext(iterator)
+    await iterator.aclose()
+    assert await is_idle(engine)
+    assert engine.stats().generation_tokens < 200
+
+
+async def test_cancelling_a_task_ends_its_request_and_no_other(engine: AsyncLLMEngine) -> None:
+    async def collect(ids: list[int]) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        outputs = [output async for output in engine.generate(ids, params)]
+        return outputs[-1].outputs[0].token_ids
+
+    tasks = [asyncio.create_task(collect([5 + i, 6, 7])) for i in range(6)]  # two of them wait for a slot
+    await asyncio.sleep(0.05)
+    for i in (1, 5):
+        tasks[i].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(r, asyncio.CancelledError) for r in results] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert await is_idle(engine)
+    for i in (0, 2, 3, 4):
+        assert results[i] == await collect([5 + i, 6, 7])
+
+
+async def test_an_id_may_be_used_again_right_after_an_abort(engine: AsyncLLMEngine) -> None:
+    expected = (await engine.add_request([9, 9, 9], SHORT).final()).outputs[0].token_ids
+    for _ in range(20):
+        stream = engine.add_request([5, 6, 7], LONG, "same")
+        await anext(stream)
+        stream.abort()
+        again = engine.add_request([9, 9, 9], SHORT, "same")
+        assert (await again.final()).outputs[0].token_ids == expected
+        assert (await stream.final()).outputs[0].finish_reason == "abort"
+    assert await is_idle(engine)
+
+
+async def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine: AsyncLLMEngine) -> None:
+    first = engine.add_request([5, 6, 7], SHORT, "twin")
+    second = engine.add_request([5, 6, 7], SHORT, "twin")
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await second.final()
+    assert len((await first.final()).outputs[0].token_ids) == 6
+
+
+async def test_random_disconnects_leave_no_page_behind(engine: AsyncLLMEngine) -> None:
+    rng = random.Random(0)
+
+    async def client(i: int) -> None:
+        ids = [rng.randrange(3, 200) for _ in range(rng.randint(1, 100))]
+        stream = engine.add_request(ids, SamplingParams(max_tokens=rng.randint(1, 50), seed=i))
+        for _ in range(rng.randint(0, 12)):
+            try:
+                await anext(stream)
+            except StopAsyncIteration:
+                return
+        stream.abort()
+
+    await asyncio.gather(*(client(i) for i in range(120)))
+    assert await is_idle(engine)
+    assert len((await engine.add_request([5, 6, 7], SHORT).final()).outputs[0].token_ids) == 6
+
+
+async def test_a_full_queue_refuses_and_recovers() -> None:
+    engine = make_engine(max_queue=1, max_num_seqs=1)
+    try:
+        streams = [engine.add_request([5, 6, 7], SHORT) for _ in range(2)]
+        with pytest.raises(QueueFullError):
+            engine.add_request([5, 6, 7], SHORT)
+        for stream in streams:
+            await stream.final()
+        await engine.add_request([5, 6, 7], SHORT).final()
+    finally:
+        engine.shutdown()
+
+
+async def test_scheduler_delay_batches_requests_that_arrive_apart() -> None:
+    engine = make_engine(scheduler_delay=0.3)
+    try:
+        first = engine.add_request([5, 6, 7], SHORT)
+        await asyncio.sleep(0.1)
+        second = engine.add_request([8, 9], SHORT)
+        await first.final()
+        await second.final()
+        assert engine.stats().num_steps == 6  # one prefill of both, five decodes of both
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_step_that_fails_ends_the_engine_and_tells_everyone(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    execute, steps = engine._engine.runner.execute, 0
+
+    def failing(output: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise RuntimeError("device lost")
+        return execute(output)
+
+    engine._engine.runner.execute = failing  # type: ignore[method-assign]
+    streams = [engine.add_request([5, 6, 7 + i], LONG) for i in range(6)]
+    for stream in streams:
+        with pytest.raises(EngineDeadError):
+            await stream.final()
+    assert engine.is_dead
+    assert str(engine.error) == "device lost"
+    with pytest.raises(EngineDeadError):
+        engine.add_request([5], SHORT)
+    engine.shutdown()
+
+
+async def test_llm_works_inside_a_running_event_loop() -> None:
+    with tiny_llm() as llm:
+        blocking = llm.generate([[5, 6, 7]], SHORT)[0]
+        texts = await asyncio.gather(*(llm.async_generate([5, 6, i], SHORT) for i in range(10)))
+        assert texts == [""] * 10  # no tokenizer, no text
+        task = asyncio.create_task(llm.async_generate([5, 6, 7], LONG))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(blocking.outputs[0].token_ids) == 6
+        for _ in range(500):
+            if llm.stats().pages_used == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert llm.stats().pages_used == 0
