@@ -73,6 +73,7 @@ class ProgramTable:
         self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Condition()
+        self.on_compiled: Callable[[], None] = lambda: None  # called on the background's thread
         self.num_compilations = 0
         self.seconds = 0.0  # spent compiling (or loading from the cache on disk)
 
@@ -164,6 +165,7 @@ class ProgramTable:
                 with self._idle:
                     self._wanted.discard(bucket)
                     self._idle.notify_all()
+                self.on_compiled()
 
 
 def _cost(bucket: Bucket) -> tuple[int, int, bool]:

@@ -43,6 +43,8 @@ class EngineLoop:
         self._stopping = False
         self._num_pending = 0  # submitted, not yet with the scheduler
         self._lock = threading.Lock()
+        # Wakes an idle engine, so that it uses the time for the new program's first run.
+        engine.runner.programs.on_compiled = lambda: self._inbox.put(lambda: None)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         # A thread inside XLA when the interpreter ends would take the process down with it.
