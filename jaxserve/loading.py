@@ -153,7 +153,7 @@ def _limits(
     is_cpu = platform == "cpu"
     max_num_seqs = args.max_num_seqs or (32 if is_cpu else 256)
     max_model_len = args.max_model_len or config.max_position_embeddings
-    if max_model_len > config.max_position_embeddings and config.rope.rope_type == "default":
+    if max_model_len > config.max_position_embeddings and config.rope.rope_type != "dynamic":
         raise ConfigError(
             f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
             f"{config.max_position_embeddings}"

@@ -141,8 +141,11 @@ class Tokenizer:
             InvalidRequestError: `text` holds lone surrogates, which no UTF-8 text does.
         """
         _check_encodable(text, "prompt")
-        encode = self._hf.encode if parse_special else self._plain.encode
-        ids: list[int] = encode(text, add_special_tokens=add_special_tokens).ids
+        ids = (
+            _encoded(self._hf, text, add_special_tokens)
+            if parse_special
+            else self._plain.encode(text, add_special_tokens)
+        )
         return self._one_bos(ids) if add_special_tokens else ids
 
     def bad_word_token_ids(self, word: str) -> list[list[int]]:
@@ -282,7 +285,7 @@ class Tokenizer:
         if self._plain.is_guarded(text):
             ids = self._plain.encode_guarded(text, add_special_tokens)
         else:
-            ids = self._hf.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = _encoded(self._hf, text, add_special_tokens)
         return self._one_bos(ids)
 
 
@@ -340,18 +343,16 @@ class _PlainEncoder:
         """Whether some of `text` was broken; without special tokens nothing ever is."""
         return self._pattern is not None and self._MARK in text
 
-    def encode(self, text: str, add_special_tokens: bool) -> Any:
-        """A `tokenizers.Encoding` of `text` with special tokens taken as text."""
-        return self._plain_copy().encode(text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of `text` with special tokens taken as text."""
+        return _encoded(self._plain_copy(), text, add_special_tokens)
 
     def encode_guarded(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text whose broken special tokens are text and whose whole ones are tokens."""
         copy = self._plain_copy()
         assert self._pattern is not None
         text = self._pattern.sub(lambda match: self._alias(self._special_ids[match[0]]), text)
-        ids: Iterable[int] = copy.encode(
-            text.replace(self._MARK, ""), add_special_tokens=add_special_tokens
-        ).ids
+        ids = _encoded(copy, text.replace(self._MARK, ""), add_special_tokens)
         return [self._alias_ids.get(token_id, token_id) for token_id in ids]
 
     def _alias(self, token_id: int) -> str:
