@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -294,6 +294,16 @@ def _check_encodable(text: str, param: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError("the text holds lone surrogates, which are not characters", param) from None
+
+
+def _encoded(tokenizer: HfTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Ids of a text.
+
+    As a batch of one: only batches let other threads run meanwhile, and a long text takes seconds. The fast
+    kind leaves out offsets, which nobody reads here.
+    """
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def _any_of(texts: set[str]) -> str:

@@ -1,6 +1,7 @@
 """Tokenizer: golden ids and texts, true bytes of tokens, BOS and special tokens."""
 
 import json
+import threading
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,3 +169,15 @@ def test_a_template_of_the_operator_that_does_not_compile_is_a_config_error():
     assets = open_checkpoint(GOLDENS / "gguf" / "f16_tok_gpt2" / "model.gguf").tokenizer()
     with pytest.raises(ConfigError, match="line 1"):
         Tokenizer(assets, "{% for %}")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    """An interpreter that stands still would keep a server's probes waiting."""
+    text = "the quick brown fox " * 50_000
+    worker = threading.Thread(target=smollm2().encode, args=(text,))
+    worker.start()
+    turns = 0
+    while worker.is_alive():
+        turns += 1
+        worker.join(0.001)
+    assert turns > 20
