@@ -18,6 +18,9 @@ from jaxserve.errors import InvalidRequestError
 MAX_N = 16
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024  # characters of one stop string
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 1024  # characters of one of them
 MAX_LOGIT_BIAS = 300  # entries
 LOGIT_BIAS_LIMIT = 100.0
 _INT32_MAX = 2**31 - 1
@@ -42,9 +45,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # > 0, over prompt and generated tokens
     seed: int | None = None  # int64
     stop: str | Iterable[str] | None = None  # up to 4 strings
-    stop_token_ids: Iterable[int] | None = None
+    stop_token_ids: Iterable[int] | None = None  # up to 1024
     allowed_token_ids: Iterable[int] | None = None  # nothing else is ever sampled
-    bad_words: Iterable[str] | None = None
+    bad_words: Iterable[str] | None = None  # up to 256
     logit_bias: Mapping[int, float] | None = None  # token id -> bias, clamped to +-100; "12" is taken as 12
     ignore_eos: bool = False
     min_tokens: int = 0  # end of sequence, stop ids and stop strings do nothing before this many tokens
@@ -72,12 +75,17 @@ class SamplingParams:
         put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, above=True))
         if self.seed is not None:
             put("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
-        put("stop", _stop_strings(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        put("stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:  # type: ignore[arg-type]
+            raise InvalidRequestError(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids"
+            )
         put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids == ():
             raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
-        put("bad_words", _strings("bad_words", self.bad_words))
+        put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH))
         put("logit_bias", _logit_bias(self.logit_bias))
         for name in ("max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -105,11 +113,11 @@ class SamplingParams:
             "logit_bias": self.logit_bias or (),
         }
         for name, values in ids.items():
-            for token_id in values:
-                if token_id >= vocab_size:
-                    raise InvalidRequestError(
-                        f"{name}: token id {token_id} is out of the vocabulary (0 to {vocab_size - 1})", name
-                    )
+            largest = max(values, default=0)
+            if largest >= vocab_size:
+                raise InvalidRequestError(
+                    f"{name}: token id {largest} is out of the vocabulary (0 to {vocab_size - 1})", name
+                )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and value > max_logprobs:
@@ -162,29 +170,29 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
         return None
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"{name} must be a list of token ids, got {_shown(value)}", name)
-    return tuple(dict.fromkeys(_integer(name, token_id, 0) for token_id in value))
+    token_ids = list(value)
+    # A vocabulary's worth of ids is a legitimate list: plain ones are not looked at one by one.
+    if not (set(map(type, token_ids)) <= {int} and min(token_ids, default=0) >= 0):
+        token_ids = [_integer(name, token_id, 0) for token_id in token_ids]
+    return tuple(dict.fromkeys(token_ids))
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    """Non-empty strings without repeats, in order; None is none of them."""
+def _strings(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
+    """Up to `most` non-empty strings of up to `longest` characters, without repeats; None is none of them."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"{name} must be a list of strings, got {_shown(value)}", name)
-    strings = tuple(dict.fromkeys(value))
-    for text in strings:
+    texts = list(value)
+    for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(f"{name} must hold non-empty strings, got {_shown(text)}", name)
+        if len(text) > longest:
+            raise InvalidRequestError(f"{name}: a string is longer than {longest} characters", name)
+    strings = tuple(dict.fromkeys(texts))
+    if len(strings) > most:
+        raise InvalidRequestError(f"{name} takes at most {most} strings, got {len(strings)}", name)
     return strings
-
-
-def _stop_strings(value: Any) -> tuple[str, ...]:
-    stop = _strings("stop", (value,) if isinstance(value, str) else value)
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", "stop")
-    if any(len(text) > MAX_STOP_LENGTH for text in stop):
-        raise InvalidRequestError(f"a stop string is longer than {MAX_STOP_LENGTH} characters", "stop")
-    return stop
 
 
 def _logit_bias(value: Any) -> dict[int, float]:

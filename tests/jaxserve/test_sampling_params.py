@@ -161,7 +161,8 @@ def test_stop_becomes_a_tuple(given_stop, stop):
 
 
 @pytest.mark.parametrize(
-    "stop", ["", ["a", ""], [1], 5, ["1", "2", "3", "4", "5"], "x" * 1025, {"a": 1}, [None]]
+    "stop",
+    ["", ["a", ""], [1], 5, ["1", "2", "3", "4", "5"], "x" * 1025, {"a": 1}, [None], [["a"]], [{}]],
 )
 def test_a_wrong_stop_is_refused(stop):
     assert refused(stop=stop) == "stop"
@@ -187,9 +188,16 @@ def test_to_allow_no_token_is_refused():
     assert refused(allowed_token_ids=[]) == "allowed_token_ids"
 
 
-@pytest.mark.parametrize("value", ["word", [""], [1], 3], ids=repr)
+@pytest.mark.parametrize("value", ["word", [""], [1], 3, [["word"]]], ids=repr)
 def test_wrong_bad_words_are_refused(value):
     assert refused(bad_words=value) == "bad_words"
+
+
+def test_lists_that_cost_the_engine_work_are_bounded():
+    assert refused(bad_words=[str(i) for i in range(257)]) == "bad_words"
+    assert refused(bad_words=["x" * 1025]) == "bad_words"
+    assert refused(stop_token_ids=range(1025)) == "stop_token_ids"
+    assert SamplingParams(allowed_token_ids=range(300_000)).allowed_token_ids[-1] == 299_999
 
 
 def test_logit_bias_is_clamped_and_takes_the_keys_of_json():
