@@ -14,7 +14,7 @@ from jaxserve_server.body import read_json
 from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
 from jaxserve_server.logprobs import TokenText
 from jaxserve_server.protocol import ChatBody, parse
-from jaxserve_server.sampling import chat_params, clamp_to_context
+from jaxserve_server.sampling import chat_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import chat_token_ids, tokenizer_of
 
@@ -29,8 +29,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         tokenizer = tokenizer_of(engine, "messages")
         prompt = Prompt(await asyncio.to_thread(chat_token_ids, tokenizer, body))
         check_context([prompt], engine.max_model_len, "messages")
-        params = clamp_to_context(params, len(prompt.token_ids), engine.max_model_len)
-        work = Work([prompt], [params], body.priority, body.cache_salt, final_only=not body.stream)
+        work = Work([prompt], params, body.priority, body.cache_salt, final_only=not body.stream)
         token_text = TokenText(tokenizer, body.skip_special_tokens)
         return await respond(request, engine, work, ChatAnswer(body, model, work, token_text))
 

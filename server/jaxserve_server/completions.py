@@ -15,7 +15,7 @@ from jaxserve_server.body import read_json
 from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
 from jaxserve_server.logprobs import CompletionLogprobs, TextOffsets, TokenText
 from jaxserve_server.protocol import CompletionBody, parse
-from jaxserve_server.sampling import clamp_to_context, completion_params
+from jaxserve_server.sampling import completion_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import check_vocabulary, tokenizer_of
 
@@ -34,8 +34,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if engine.tokenizer is None:
             params = params.replace(detokenize=False)
         check_context(prompts, engine.max_model_len, "prompt", room=min(1, body.max_tokens))
-        each = [clamp_to_context(params, len(prompt.token_ids), engine.max_model_len) for prompt in prompts]
-        work = Work(prompts, each, body.priority, body.cache_salt, final_only=not body.stream)
+        work = Work(prompts, params, body.priority, body.cache_salt, final_only=not body.stream)
         token_text = TokenText(engine.tokenizer, body.skip_special_tokens)
         return await respond(request, engine, work, CompletionAnswer(body, model, work, token_text))
 

@@ -44,7 +44,7 @@ class Work:
     """Everything one HTTP request asks of the engine."""
 
     prompts: Sequence[Prompt]
-    params: Sequence[SamplingParams]  # one for each prompt: the room in the context differs
+    params: SamplingParams  # of every prompt; the engine cuts max_tokens to the room that each leaves
     priority: int
     cache_salt: str | None
     final_only: bool  # only the finished outputs are read
@@ -55,11 +55,11 @@ def submitted(engine: AsyncLLMEngine, work: Work) -> Iterator[list[RequestStream
     """The engine's streams of all prompts; whatever ends the block, they are aborted and their pages free."""
     streams: list[RequestStream] = []
     try:
-        for prompt, params in zip(work.prompts, work.params, strict=True):
+        for prompt in work.prompts:
             # A client's X-Request-Id may repeat, so the engine's key is our own.
             stream = engine.add_request(
                 prompt.token_ids,
-                params,
+                work.params,
                 request_id=uuid.uuid4().hex,
                 priority=work.priority,
                 cache_salt=work.cache_salt,

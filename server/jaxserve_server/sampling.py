@@ -67,11 +67,3 @@ def _shared(body: GenerationBody, defaults: Mapping[str, Any]) -> dict[str, Any]
         "spaces_between_special_tokens": body.spaces_between_special_tokens,
         "include_stop_str_in_output": body.include_stop_str_in_output,
     }
-
-
-def clamp_to_context(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """Limit `max_tokens` to the room that the prompt leaves; `min_tokens` follows it down."""
-    room = max_model_len - num_prompt_tokens
-    if params.max_tokens is None or params.max_tokens > room:
-        return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
-    return params

@@ -215,7 +215,9 @@ class FakeStream:
             elif token in request.stop_token_ids or hit is not None:
                 request.finish_reason = "stop"
                 request.stop_reason = token if hit is None else hit.stop_string
-        if request.finish_reason is None and len(request.output_token_ids) >= (params.max_tokens or 0):
+        room = self._engine.max_model_len - len(request.prompt_token_ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        if request.finish_reason is None and len(request.output_token_ids) >= limit:
             request.finish_reason = "length"
         if request.finish_reason is not None:
             times.finished_time = time.monotonic()
