@@ -40,7 +40,7 @@ class EngineArgs:
     kv_cache_memory: int | None = _arg(None, "bytes of the KV pool")
     memory_utilization: float | None = _arg(
         None,
-        "share of the device's memory for weights and KV pool (0.9); on a CPU for the pool alone (0.1)",
+        "share of the device's memory for weights and KV pool (0.9); on a CPU for the pool alone (0.05)",
         aliases=("gpu_memory_utilization",),
     )
     tensor_parallel_size: int = _arg(1, "devices that one copy of the model is split over")

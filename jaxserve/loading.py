@@ -195,7 +195,7 @@ def _budget(
         return args.kv_cache_memory
     if is_cpu:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(total * (args.memory_utilization or 0.1))
+        return int(total * (args.memory_utilization or 0.05))
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError("this device does not tell its memory size: give --kv-cache-memory or --num-pages")
