@@ -176,7 +176,10 @@ class LLMEngine:
         self._owner.update((request.request_id, new.request_id) for request in requests)
         self.prompt_tokens += len(new.prompt_token_ids)
         if params.prompt_logprobs is not None:
-            self._prompt_logprobs[new.request_id] = [None] * len(new.prompt_token_ids)
+            table: list[TokenLogprobs | None] = [None] * len(new.prompt_token_ids)
+            self._prompt_logprobs[new.request_id] = table
+            if len(table) == 1:  # nothing to score
+                self.processor.set_prompt_logprobs(new.request_id, table)
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
         assert self.tokenizer is not None

@@ -127,6 +127,23 @@ def test_min_tokens_and_stop_ids(max_tokens: int) -> None:
     assert len(kept.token_ids) >= max_tokens
 
 
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_prompt_logprobs_have_an_entry_for_each_prompt_token(length: int) -> None:
+    with tiny_llm() as llm:
+        output = llm.generate([prompt(length)], SamplingParams(max_tokens=2, prompt_logprobs=2))[0]
+        logits = llm.logits(prompt(length)).astype(np.float64)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for position, entry in enumerate(output.prompt_logprobs[1:], start=1):
+        assert entry is not None
+        assert entry[prompt(length)[position]].logprob == pytest.approx(
+            expected[position - 1, prompt(length)[position]], abs=1e-5
+        )
+        assert 2 <= len(entry) <= 3
+    assert len(output.prompt_logprobs) == length
+
+
 def test_end_of_sequence_ends_a_request_and_ignore_eos_does_not() -> None:
     only_eos = {"temperature": 0.0, "max_tokens": 6, "logit_bias": {2: 100.0}}
     with tiny_llm() as llm:
