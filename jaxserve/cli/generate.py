@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.command import Command, Values
+from jaxserve.cli.ending import leave_running
 from jaxserve.cli.options import UsageError
 from jaxserve.cli.terminal import note, show
 from jaxserve.sampling_params import SamplingParams
@@ -92,12 +92,7 @@ def loaded_engine(values: Values) -> Iterator[AsyncLLMEngine]:
     finally:
         closing.start()
         closing.join(_CLOSE_SECONDS)
-    if closing.is_alive():
-        # A program that nobody will use is still being compiled in the background. That cannot be
-        # interrupted, and an interpreter that ends under it may crash.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        leave_running(closing)  # a program that nobody will use may still be compiled in the background
 
 
 def _load(values: Values) -> AsyncLLMEngine:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import jaxserve
 from jaxserve.cli import chat, doctor, generate, models, serve
 from jaxserve.cli.command import Command, Values
+from jaxserve.cli.ending import end_process
 from jaxserve.cli.options import UsageError, nearest, resolve
 
 COMMANDS: tuple[Command, ...] = (
@@ -38,7 +39,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    end_process(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
         return _dispatch(arguments)
