@@ -7,6 +7,7 @@ tight one compiles in the background.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -134,6 +135,8 @@ class ProgramTable:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="compile", daemon=True)
                 self._thread.start()
+                # A thread inside XLA when the interpreter ends would take the process down with it.
+                atexit.register(self.close)
         self._queue.put(bucket)
 
     def wait(self) -> None:
@@ -147,6 +150,7 @@ class ProgramTable:
         """Drop what is queued and let the thread end after the compilation it is in."""
         thread, self._thread = self._thread, None
         if thread is not None:
+            atexit.unregister(self.close)
             while True:
                 try:
                     self._queue.get_nowait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,28 @@ def test_a_compilation_that_fails_in_the_background_is_raised_to_the_engine() ->
     with pytest.raises(RuntimeError, match="out of memory"):
         table.choose(10, 2, False)
     table.close()
+
+
+def test_an_interpreter_that_ends_waits_for_the_compilation_under_way() -> None:
+    """Without it the process crashes: XLA's code runs on while the interpreter is taken down."""
+    script = """
+import time
+from jaxserve.batch import Bucket
+from jaxserve.compilation import ProgramTable
+
+def compile_bucket(bucket):
+    time.sleep(0.3)
+    print("compiled", bucket.num_tokens, flush=True)
+
+buckets = [Bucket(1, 1, True), Bucket(8, 8, True)]
+table = ProgramTable(buckets, compile_bucket)
+for bucket in buckets:
+    table.request(bucket)
+time.sleep(0.1)
+raise SystemExit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (3, "compiled 1\n"), ended.stderr
 
 
 def test_a_cache_that_others_may_write_is_refused(tmp_path: Path) -> None:
