@@ -75,9 +75,21 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     limits, pool = _limits(args, config, dtype, devices, platform)
     skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len)
 
+    name = args.model if live is None else "live"
+    tokenizer = live.tokenizer if live is not None else _tokenizer(args, checkpoint)
+    engine_config = EngineConfig(
+        model_name=name,
+        model=config,
+        max_model_len=limits.max_model_len,
+        max_logprobs=args.max_logprobs,
+        default_sampling_params=_default_sampling(args, checkpoint),
+        eos_token_ids=_eos(config, tokenizer, checkpoint),
+        seed=args.seed,
+    )
+    scheduler = Scheduler(limits, name)
+
     weights = _weights(checkpoint, live, skeleton, report)
     loaded = time.perf_counter()
-    name = args.model if live is None else "live"
     report(
         f"{name}: {config.num_parameters / 1e6:.1f}M parameters, {skeleton.num_bytes / 1e6:,.0f} MB, "
         f"{dtype}, {platform} x {mesh.size}, loaded in {loaded - started:.1f} s"
@@ -106,17 +118,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         f"({runner.num_compilations} programs compiled or read from the cache, "
         f"{runner.programs.seconds:.1f} s)"
     )
-    tokenizer = live.tokenizer if live is not None else _tokenizer(args, checkpoint)
-    engine_config = EngineConfig(
-        model_name=name,
-        model=config,
-        max_model_len=limits.max_model_len,
-        max_logprobs=args.max_logprobs,
-        default_sampling_params=_default_sampling(args, checkpoint),
-        eos_token_ids=_eos(config, tokenizer, checkpoint),
-        seed=args.seed,
-    )
-    return LLMEngine(engine_config, skeleton, runner, Scheduler(limits, name), tokenizer)
+    return LLMEngine(engine_config, skeleton, runner, scheduler, tokenizer)
 
 
 def _devices(platform: str | None) -> list[jax.Device]:
