@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from jaxserve.engine import EngineStats, LLMEngine, Prompt
@@ -44,7 +45,7 @@ class RequestStream:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._event_loop.is_closed():
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             self._event_loop.call_soon_threadsafe(self._ready.set)
 
     # Called on the event loop.

@@ -114,6 +114,14 @@ class LLMEngine:
         """Tokenise and validate; callable from any thread. Raises InvalidRequestError."""
         text, token_ids = self._tokenise(prompt)
         vocab_size = self.config.model.vocab_size
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
+            )
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError("priority must be an integer", "priority")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise InvalidRequestError("cache_salt must be a string", "cache_salt")
         if any(not 0 <= i < vocab_size for i in token_ids):
             raise InvalidRequestError(f"prompt token ids must be in [0, {vocab_size})", "prompt")
         params.validate_for(vocab_size, self.config.max_logprobs)
@@ -138,7 +146,13 @@ class LLMEngine:
                 raise InvalidRequestError(
                     "this model has no tokenizer: give the prompt as token ids", "prompt"
                 )
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"a prompt's text is a string, got {type(text).__name__}", "prompt")
             return text, self.tokenizer.encode(text)
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray):
+            raise InvalidRequestError(
+                f"a prompt is a text, a list of token ids or a mapping, got {type(ids).__name__}", "prompt"
+            )
         if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids):
             raise InvalidRequestError("prompt token ids must be integers", "prompt")
         return text, [int(i) for i in ids]
@@ -337,4 +351,6 @@ class LLMEngine:
         return self.runner.try_unused_program()
 
     def close(self) -> None:
+        """Let go of the device's memory. Called once, after the last step."""
+        self._under_way.clear()
         self.runner.close()

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from jaxserve.engine import LLMEngine, NewRequest
-from jaxserve.errors import EngineDeadError, QueueFullError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.outputs import RequestOutput
 
 log = logging.getLogger("jaxserve")
@@ -42,7 +42,7 @@ class EngineLoop:
         self._sinks: dict[str, Sink] = {}
         self._stopping = False
         self._num_pending = 0  # submitted, not yet with the scheduler
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `close` may come from a finalizer, anywhere
         # Wakes an idle engine, so that it uses the time for the new program's first run.
         engine.runner.programs.on_compiled = lambda: self._inbox.put(lambda: None)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -59,17 +59,12 @@ class EngineLoop:
         return len(self._sinks) + self._num_pending
 
     def submit(self, new: NewRequest, sink: Sink) -> None:
-        """Queue a request. Raises EngineDeadError or QueueFullError; what comes later goes to the sink."""
+        """Queue a request; what comes later goes to the sink.
+
+        Raises EngineDeadError, QueueFullError, and InvalidRequestError where no queue could hold it.
+        """
         scheduler = self.engine.scheduler
         limit = scheduler.config.max_queue
-        with self._lock:
-            self._check_alive()
-            unfinished = scheduler.num_running + scheduler.num_waiting + self._num_pending
-            if limit is not None and unfinished + new.params.n > scheduler.config.max_num_seqs + limit:
-                raise QueueFullError(
-                    f"{scheduler.num_waiting + self._num_pending} requests are waiting; try again later"
-                )
-            self._num_pending += new.params.n
 
         def add() -> None:
             with self._lock:
@@ -81,7 +76,17 @@ class EngineLoop:
             else:
                 self._sinks[new.request_id] = sink
 
-        self._inbox.put(add)
+        with self._lock:
+            self._check_alive()
+            unfinished = scheduler.num_running + scheduler.num_waiting + self._num_pending
+            if limit is not None:
+                most = scheduler.config.max_num_seqs + limit
+                if new.params.n > most:
+                    raise InvalidRequestError(f"n must be at most {most} here, got {new.params.n}", "n")
+                if unfinished + new.params.n > most:
+                    raise QueueFullError(f"{unfinished} requests are running or waiting; try again later")
+            self._num_pending += new.params.n
+            self._inbox.put(add)  # before the lock is released: `_end` may be the next to take it
 
     def abort(self, request_id: str, sink: Sink) -> None:
         """End a request (if `sink` is still its own); its sink gets a last output. Returns at once."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxserve.async_engine import RequestStream
+from jaxserve.chat_template import check_template_kwargs
 from jaxserve.engine import EngineStats, Prompt
 from jaxserve.engine_args import EngineArgs
 from jaxserve.engine_loop import EngineLoop
@@ -88,7 +91,8 @@ class LLM:
         args = EngineArgs.from_mapping(engine_args)
         self._engine = load_engine(args, live, **({} if report is None else {"report": report}))
         self._loop = EngineLoop(self._engine)
-        self._num_requests = 0
+        weakref.finalize(self, self._loop.close)  # an LLM that is dropped without close
+        self._request_ids = itertools.count(1)  # not `+= 1`: any thread may generate
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -124,9 +128,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = SamplingParams()
         each = (
-            [sampling_params] * len(batch)
-            if isinstance(sampling_params, SamplingParams)
-            else list(sampling_params)
+            list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(batch)
         )
         if len(each) != len(batch):
             raise InvalidRequestError(
@@ -168,11 +170,13 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer, so no chat template", "messages")
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if chat_template_kwargs is not None:
+            check_template_kwargs(chat_template_kwargs)
+        conversations = _as_conversations(messages)
         prompts = [
             {
                 "prompt_token_ids": self.tokenizer.apply_chat_template(
-                    [dict(message) for message in conversation],
+                    conversation,
                     add_generation_prompt=add_generation_prompt,
                     **(chat_template_kwargs or {}),
                 )
@@ -205,7 +209,8 @@ class LLM:
 
     def named_weights(self) -> dict[str, Any]:
         """The live arrays by their Hugging Face names."""
-        return named_arrays(self._engine.runner.weights, self._engine.skeleton)
+        engine = self._engine
+        return self._loop.call(lambda: named_arrays(engine.runner.weights, engine.skeleton)).result()
 
     def stats(self) -> EngineStats:
         """Pages, queues and counters now."""
@@ -233,17 +238,31 @@ class LLM:
         self.close()
 
     def _next_id(self) -> str:
-        self._num_requests += 1
-        return str(self._num_requests)
+        return str(next(self._request_ids))
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt (a text, a mapping, a list of token ids) or several, as several."""
-    if isinstance(prompts, str | Mapping):
+    if not _is_list(prompts) and not isinstance(prompts, np.ndarray):
         return [prompts]
     if len(prompts) and all(isinstance(p, int | np.integer) for p in prompts):
         return [prompts]
     return list(prompts)
+
+
+def _as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or several, as several."""
+    several = [messages] if _is_list(messages) and messages and isinstance(messages[0], Mapping) else messages
+    if not _is_list(several) or not all(_is_list(conversation) for conversation in several):
+        raise InvalidRequestError("messages must be a list of messages, or a list of such lists", "messages")
+    return [
+        [dict(message) if isinstance(message, Mapping) else message for message in conversation]
+        for conversation in several
+    ]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 class _bar:  # noqa: N801 (reads as a function at its one use)

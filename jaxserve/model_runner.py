@@ -295,4 +295,7 @@ class ModelRunner:
         return result
 
     def close(self) -> None:
+        """Let go of the device's memory; nothing can run after that."""
         self.programs.close()
+        self.weights = ()
+        del self._kv_pool, self._tokens, self._bias

@@ -142,6 +142,24 @@ async def test_a_full_queue_refuses_and_recovers() -> None:
         engine.shutdown()
 
 
+async def test_what_no_queue_could_hold_is_wrong_and_not_early() -> None:
+    """Told to try again later, a client would try for ever."""
+    engine = make_engine(max_queue=1, max_num_seqs=2)
+    try:
+        with pytest.raises(InvalidRequestError, match="n must be at most 3"):
+            engine.add_request([5, 6, 7], SHORT.replace(n=4))
+        assert len((await engine.add_request([5, 6, 7], SHORT.replace(n=3)).final()).outputs) == 3
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("wrong", [{"priority": "high"}, {"priority": 0.5}, {"cache_salt": 5}], ids=repr)
+async def test_wrong_priorities_and_salts_are_refused(engine: AsyncLLMEngine, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.add_request([5, 6, 7], SHORT, **wrong)
+    assert caught.value.param in wrong
+
+
 async def test_scheduler_delay_batches_requests_that_arrive_apart() -> None:
     engine = make_engine(scheduler_delay=0.3)
     try:
