@@ -6,6 +6,7 @@ its slot, when it passes min_tokens, and, for bad words of several tokens, when 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,20 @@ def bias_row(request: Request, key: BiasKey, vocab_size: int) -> np.ndarray:
         row[list(params.allowed_token_ids)] = 0.0
     for token_id, value in (params.logit_bias or {}).items():
         row[token_id] += value
-    row[list(key.banned)] = -np.inf
+    _forbid(row, key.banned)
     if key.forbids_stop:
-        row[[i for i in request.eos_token_ids | request.stop_token_ids if i < vocab_size]] = -np.inf
+        _forbid(row, [i for i in request.eos_token_ids | request.stop_token_ids if i < vocab_size])
     return row
+
+
+def _forbid(row: np.ndarray, token_ids: Sequence[int]) -> None:
+    """Forbid tokens, unless that leaves none: no sampler has an answer to a row of nothing but -inf.
+
+    So a request that allows only its end of sequence gets that before min_tokens, and nothing it has not
+    allowed.
+    """
+    places = list(token_ids)
+    before = row[places]
+    row[places] = -np.inf
+    if row.max() == -np.inf:
+        row[places] = before

@@ -57,6 +57,18 @@ def test_allowed_tokens_forbid_all_others_and_logit_bias_adds() -> None:
     assert (row[2], row[6]) == (0.0, 5.0)
 
 
+def test_what_is_allowed_goes_before_what_is_forbidden() -> None:
+    """Where nothing is left, a sampler would take any token: one that the request has not allowed."""
+
+    def left(made: Request) -> set[int]:
+        return set(range(VOCAB)) - forbidden(made)
+
+    assert left(request([], min_tokens=2, allowed_token_ids=[3])) == {3}
+    assert left(request([], min_tokens=2, allowed_token_ids=[3, 4])) == {4}
+    assert left(request([], bad_words=((6,),), allowed_token_ids=[6])) == {6}
+    assert left(request([], min_tokens=2, stop_token_ids=list(range(VOCAB)))) == set(range(VOCAB))
+
+
 def test_a_bad_word_is_forbidden_where_its_beginning_has_been_written() -> None:
     words = ((8,), (4, 9), (4, 5, 10))
     assert forbidden(request([], bad_words=words)) == {8}
