@@ -19,11 +19,12 @@ from jaxserve.chat_template import load_chat_template
 from jaxserve.compilation import use_compilation_cache
 from jaxserve.engine import EngineConfig, LLMEngine
 from jaxserve.engine_args import EngineArgs
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
 from jaxserve.model_runner import ModelRunner
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_by_name, read_model
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerConfig
 from jaxserve.sharding import make_mesh
 from jaxserve.step import StepSpec, Weights
@@ -76,7 +77,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len)
 
     name = args.model if live is None else "live"
-    tokenizer = live.tokenizer if live is not None else _tokenizer(args, checkpoint)
+    tokenizer = _tokenizer(args, live, checkpoint)
     engine_config = EngineConfig(
         model_name=name,
         model=config,
@@ -226,12 +227,18 @@ def _weights(
     return weights
 
 
-def _tokenizer(args: EngineArgs, checkpoint: Checkpoint | None) -> Tokenizer | None:
+def _tokenizer(args: EngineArgs, live: Live | None, checkpoint: Checkpoint | None) -> Tokenizer | None:
+    template = load_chat_template(args.chat_template) if args.chat_template else None
+    if live is not None:
+        if template is not None:
+            raise ConfigError("chat_template: with live weights, give it to the Tokenizer")
+        return live.tokenizer
     source = open_checkpoint(resolve_model(args.tokenizer)) if args.tokenizer else checkpoint
     assets = source.tokenizer() if source is not None else None
     if assets is None:
+        if template is not None or args.tokenizer:
+            raise ConfigError(f"{args.tokenizer or args.model} has no tokenizer")
         return None
-    template = load_chat_template(args.chat_template) if args.chat_template else None
     return Tokenizer(assets, template)
 
 
@@ -252,15 +259,21 @@ def _generation_config(args: EngineArgs, checkpoint: Checkpoint | None) -> Mappi
 
 def _default_sampling(args: EngineArgs, checkpoint: Checkpoint | None) -> dict[str, Any]:
     values = _generation_config(args, checkpoint)
-    return {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
+    defaults = {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise ConfigError(f"generation_config.json: {error} (--generation-config none ignores it)") from error
+    return defaults
 
 
 def _eos(config: ModelConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> frozenset[int]:
     """generation_config's list goes before the config's, as in transformers; the tokenizer's joins it."""
     listed = checkpoint.generation_config.get("eos_token_id") if checkpoint is not None else None
-    ids = set(
-        listed if isinstance(listed, list) else [listed] if listed is not None else config.eos_token_ids
-    )
-    if tokenizer is not None:
-        ids.update(tokenizer.eos_token_ids)
-    return frozenset(int(i) for i in ids)
+    ids = listed if isinstance(listed, list) else [listed] if listed is not None else config.eos_token_ids
+    if not all(type(i) is int for i in ids):
+        raise ConfigError(
+            f"generation_config.json: eos_token_id must be a token id or a list of them, got {listed!r}"
+        )
+    # Some checkpoints write -1 for "none".
+    return frozenset(i for i in (*ids, *(tokenizer.eos_token_ids if tokenizer else ())) if i >= 0)

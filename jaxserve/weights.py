@@ -102,6 +102,8 @@ def load_weights(
                 f"{ref.file}: tensor {ref.name} has shape {ref.shape}, expected {leaf.shape}"
             )
         value = ref.read()
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise CheckpointError(f"{ref.file}: tensor {ref.name} holds {value.dtype}, expected floats")
         if is_gguf:
             value = family.from_gguf(table[leaf.path], value, config)
         return jax.device_put(value.astype(leaf.dtype, copy=False), leaf.sharding)
@@ -170,6 +172,8 @@ def _place(leaf: Leaf, found: Mapping[Path, Any]) -> jax.Array:
     value = found[leaf.path]
     if value.shape != leaf.shape:
         raise ConfigError(f"parameter {name} has shape {value.shape}, expected {leaf.shape}")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ConfigError(f"parameter {name} holds {value.dtype}, expected floats")
     if value.dtype != leaf.dtype:
         value = value.astype(leaf.dtype)
     return jax.device_put(value, leaf.sharding)
