@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.command import Command, Values
 from jaxserve.cli.generate import SamplingOptions, loaded_engine
+from jaxserve.cli.options import UsageError
 from jaxserve.cli.terminal import note, show
 from jaxserve.errors import JaxserveError
 
@@ -194,6 +195,8 @@ def run(values: Values) -> int:
             import readline  # noqa: F401 - gives input() editing and a history
     options = values.make(ChatOptions)
     if options.url is not None:
+        if not options.url.startswith(("http://", "https://")):
+            raise UsageError(f"--url must begin with http:// or https://, got {options.url!r}")
         return asyncio.run(with_server(options.url, values.given.get("model"), options))
     with loaded_engine(values) as engine:
         asyncio.run(converse(LocalModel(engine, options), options.system))

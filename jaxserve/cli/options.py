@@ -190,12 +190,16 @@ def resolve(
         (config_path or "", _from_file(config_path) if config_path else {}),
         ("the environment", _from_environment(environment)),
     ):
+        seen = set()
         for key, plain in given.items():
             name = key.lower().replace("-", "_")
             if name not in known:
                 raise UsageError(f"{source}: unknown key {key!r}{nearest(name, known)}")
             if name in named:
                 option = named[name]
+                if option.name in seen:
+                    raise UsageError(f"{source}: {option.name} is given twice")
+                seen.add(option.name)
                 try:
                     values[option.name] = option.from_plain(plain)
                 except ValueError as error:

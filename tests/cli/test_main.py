@@ -40,6 +40,7 @@ def error_line(capsys):
         (["bench", "nothing"], "benchmark"),
         (["generate"], "-p TEXT"),
         (["plan"], "invalid choice"),
+        (["chat", "--url", "localhost:8000"], "http://"),
         (["serve", "--config", "/nonexistent.yaml"], "/nonexistent.yaml"),
     ],
 )

@@ -105,6 +105,7 @@ def test_a_wrong_variable_is_an_error(env, text):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
+        ("ratio: 0.5\nold-ratio: 0.6\n", "ratio is given twice"),
         ("prot: 1", "unknown key 'prot'; did you mean 'port'"),
         ("port: 1.5", "'1.5' is not an integer"),
         ("port: [1]", "single value"),
