@@ -29,7 +29,7 @@ from jaxserve.scheduler import Scheduler, SchedulerConfig
 from jaxserve.sharding import make_mesh
 from jaxserve.step import StepSpec, Weights
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.weights import ModelSkeleton, build_skeleton, load_weights, weights_from
+from jaxserve.weights import ModelSkeleton, build_skeleton, check_tensors, load_weights, weights_from
 from jaxserve_checkpoints import Checkpoint, open_checkpoint, resolve_model
 from pallas_kernels.support import resolve
 
@@ -89,19 +89,6 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     )
     scheduler = Scheduler(limits, name)
 
-    weights = _weights(checkpoint, live, skeleton, report)
-    loaded = time.perf_counter()
-    report(
-        f"{name}: {config.num_parameters / 1e6:.1f}M parameters, {skeleton.num_bytes / 1e6:,.0f} MB, "
-        f"{dtype}, {platform} x {mesh.size}, loaded in {loaded - started:.1f} s"
-    )
-    if checkpoint is not None and checkpoint.format == "gguf" and args.quantization == "auto":
-        report(f"quantization auto: packed weights are expanded to {dtype}")
-    report(
-        f"KV pool: {pool.num_pages - 1} pages of {pool.page_size} tokens = {pool.num_tokens:,} tokens, "
-        f"{pool.num_bytes / 1e6:,.0f} MB; context {limits.max_model_len}, "
-        f"up to {limits.max_num_seqs} requests at once"
-    )
     spec = StepSpec(
         graphdef=skeleton.graphdef,
         treedef=skeleton.treedef,
@@ -112,14 +99,43 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         platform=platform,
         attention_implementation=implementation,
     )
-    runner = ModelRunner(spec, weights, pool, limits, config.vocab_size)
+    if checkpoint is not None:
+        check_tensors(checkpoint, skeleton)
+    runner = ModelRunner(spec, skeleton, pool, limits)
+    try:
+        _fill(runner, args, checkpoint, live, report)
+    except BaseException:
+        runner.close()  # it may be compiling
+        raise
+    report(f"ready in {time.perf_counter() - started:.1f} s")
+    return LLMEngine(engine_config, skeleton, runner, scheduler, tokenizer)
+
+
+def _fill(
+    runner: ModelRunner, args: EngineArgs, checkpoint: Checkpoint | None, live: Live | None, report: Report
+) -> None:
+    """Read the weights while the first programs compile, then make their first runs."""
+    skeleton, pool, limits = runner.skeleton, runner.pool, runner.limits
+    started = time.perf_counter()
+    runner.begin_warm_up(args.warmup)
+    runner.weights = _weights(checkpoint, live, skeleton, report)
+    report(
+        f"{args.model if live is None else 'live'}: {skeleton.config.num_parameters / 1e6:.1f}M parameters, "
+        f"{skeleton.num_bytes / 1e6:,.0f} MB, {skeleton.leaves[0].dtype}, {runner.spec.platform} x "
+        f"{runner.spec.mesh.size}, read in {time.perf_counter() - started:.1f} s"
+    )
+    if checkpoint is not None and checkpoint.format == "gguf" and args.quantization == "auto":
+        report(f"quantization auto: packed weights are expanded to {skeleton.leaves[0].dtype}")
+    report(
+        f"KV pool: {pool.num_pages - 1} pages of {pool.page_size} tokens = {pool.num_tokens:,} tokens, "
+        f"{pool.num_bytes / 1e6:,.0f} MB; context {limits.max_model_len}, "
+        f"up to {limits.max_num_seqs} requests at once"
+    )
     runner.warm_up(args.warmup, report)
     report(
-        f"ready in {time.perf_counter() - started:.1f} s "
-        f"({runner.num_compilations} programs compiled or read from the cache, "
-        f"{runner.programs.seconds:.1f} s)"
+        f"{runner.num_compilations} programs compiled or read from the cache "
+        f"in {runner.programs.seconds:.1f} s"
     )
-    return LLMEngine(engine_config, skeleton, runner, scheduler, tokenizer)
 
 
 def _devices(platform: str | None) -> list[jax.Device]:

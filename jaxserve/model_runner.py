@@ -23,6 +23,7 @@ from jaxserve.request import Request
 from jaxserve.sampler import Sampled
 from jaxserve.scheduler import SchedulerConfig, SchedulerOutput
 from jaxserve.step import StepSpec, Weights, make_logits, make_score, make_step
+from jaxserve.weights import ModelSkeleton
 
 log = logging.getLogger("jaxserve")
 _SCORED_AT_ONCE = 32  # rows of one prompt_logprobs program; more rows take more calls
@@ -85,13 +86,17 @@ class ModelRunner:
     """Runs scheduled batches. One thread calls it; compilations may run on another."""
 
     def __init__(
-        self, spec: StepSpec, weights: Weights, pool: PoolSpec, limits: SchedulerConfig, vocab_size: int
+        self, spec: StepSpec, skeleton: ModelSkeleton, pool: PoolSpec, limits: SchedulerConfig
     ) -> None:
         self.spec = spec
-        self.weights = weights
+        self.skeleton = skeleton
+        self.weights: Weights = ()  # the caller's to set, before the first step
+        self._weight_avals = tuple(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in skeleton.leaves
+        )
         self.pool = pool
         self.limits = limits
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size = skeleton.config.vocab_size
         self.pages_per_seq = -(-limits.max_model_len // limits.page_size)
         self.num_slots = limits.max_num_seqs
         self.packer = BatchPacker(self.pages_per_seq, self.num_slots)
@@ -115,9 +120,19 @@ class ModelRunner:
 
     # ---- programs
 
+    def begin_warm_up(self, mode: str) -> None:
+        """Let the first programs compile while the weights are still being read: only shapes matter."""
+        if mode != "none":
+            self.programs.request(self.programs.buckets[-1])
+            self.programs.request(self.programs.buckets[0])
+
     def warm_up(self, mode: str, report: Callable[[str], None]) -> None:
         """Compile before the first request: "full" all, "lazy" what can serve anything, "none" nothing."""
         buckets = self.programs.buckets
+        if mode == "none":
+            return
+        report("compiling, or reading from the cache, the steps for one token and for any batch")
+        self.programs.wait()
         if mode == "full":
             for i, bucket in enumerate(buckets, start=1):
                 kind = "decode" if bucket.decode_only else "mixed"
@@ -125,16 +140,10 @@ class ModelRunner:
                 self.programs.compile_now(bucket)
             for tokens in sorted({b.num_tokens for b in buckets}):
                 self._helper("score", tokens)
-        elif mode == "lazy":
-            widest = buckets[-1]
-            report(f"compiling the step for {widest.num_tokens} tokens in {widest.num_rows} rows")
-            self.programs.compile_now(widest)
-            decodes = [b for b in buckets if b.decode_only]
-            report("compiling the step for 1 token")
-            self.programs.compile_now(decodes[0])
-            self.programs.request(decodes[-1])
         while self.try_unused_program():
             pass
+        if mode == "lazy":
+            self.programs.request([b for b in buckets if b.decode_only][-1])
 
     def try_unused_program(self) -> bool:
         """Run a compiled program for the first time, on tokens of no request; whether there was one.
@@ -162,9 +171,6 @@ class ModelRunner:
     def _host_aval(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
 
-    def _weight_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(self._aval(w) for w in self.weights)
-
     def _compile_step(self, bucket: Bucket) -> Program:
         replicated = self._replicated
         step = jax.jit(
@@ -173,7 +179,7 @@ class ModelRunner:
             out_shardings=(self._pool_sharding, replicated, replicated, replicated),
         )
         return step.lower(
-            self._weight_avals(),
+            self._weight_avals,
             self._aval(self._kv_pool),
             self._aval(self._tokens),
             self._aval(self._bias),
@@ -198,7 +204,7 @@ class ModelRunner:
             hidden = self._host_aval((num_tokens, self.pool.hidden_size), self.pool.dtype)
             make, args = (make_score, (rows, rows)) if kind == "score" else (make_logits, (rows,))
             program = jax.jit(make(self.spec), out_shardings=self._replicated)
-            self._helpers[key] = program.lower(self._weight_avals(), hidden, *args).compile()
+            self._helpers[key] = program.lower(self._weight_avals, hidden, *args).compile()
             self.num_helper_compilations += 1
         return self._helpers[key]
 

@@ -78,18 +78,47 @@ def rope_leaf(skeleton: ModelSkeleton, factors: np.ndarray | None, seq_len: int 
     return inv_freq if factors is None else (inv_freq / factors.reshape(-1)).astype(np.float32)
 
 
-def load_weights(
-    checkpoint: Checkpoint, skeleton: ModelSkeleton, progress: Progress | None = None
-) -> Weights:
-    """Read every tensor to its shard, two at a time.
+def check_tensors(checkpoint: Checkpoint, skeleton: ModelSkeleton) -> dict[Path, str]:
+    """The tensor's name in the file for each parameter; reads headers only.
 
     Raises CheckpointError, in one line with file and tensor, for one that is missing, left over or misshapen.
     """
     family, config = skeleton.family, skeleton.config
+    table = family.name_table(config)
+    names = {p: family.gguf_name(n) if checkpoint.format == "gguf" else n for p, n in table.items()}
+    wanted = set(names.values())
+    missing = sorted(wanted - set(checkpoint.tensors))
+    if missing:
+        raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    spare = [
+        name
+        for name in checkpoint.tensors
+        if name not in wanted and name != family.gguf_rope_factors and not family.ignored_tensor(name, config)
+    ]
+    if spare:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {min(spare)} has no place in {config.family} "
+            f"({len(spare)} such in all)"
+        )
+    for leaf in skeleton.leaves:
+        if leaf.path == ROPE_PATH:
+            continue
+        ref = checkpoint.tensors[names[leaf.path]]
+        if ref.shape != leaf.shape:
+            raise CheckpointError(
+                f"{ref.file}: tensor {ref.name} has shape {ref.shape}, expected {leaf.shape}"
+            )
+    return names
+
+
+def load_weights(
+    checkpoint: Checkpoint, skeleton: ModelSkeleton, progress: Progress | None = None
+) -> Weights:
+    """Read every tensor to its shard, two at a time. Raises CheckpointError (see `check_tensors`)."""
+    family, config = skeleton.family, skeleton.config
     is_gguf = checkpoint.format == "gguf"
     table = family.name_table(config)
-    file_names = {path: family.gguf_name(name) if is_gguf else name for path, name in table.items()}
-    _check_names(checkpoint, skeleton, set(file_names.values()))
+    file_names = check_tensors(checkpoint, skeleton)
 
     def read(leaf: Leaf) -> jax.Array:
         if leaf.path == ROPE_PATH:
@@ -97,10 +126,6 @@ def load_weights(
             factors = ref.read() if ref is not None else None
             return jax.device_put(rope_leaf(skeleton, factors), leaf.sharding)
         ref = checkpoint.tensors[file_names[leaf.path]]
-        if ref.shape != leaf.shape:
-            raise CheckpointError(
-                f"{ref.file}: tensor {ref.name} has shape {ref.shape}, expected {leaf.shape}"
-            )
         value = ref.read()
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise CheckpointError(f"{ref.file}: tensor {ref.name} holds {value.dtype}, expected floats")
@@ -115,23 +140,6 @@ def load_weights(
             if progress is not None:
                 progress(done, len(skeleton.leaves))
     return tuple(leaves)
-
-
-def _check_names(checkpoint: Checkpoint, skeleton: ModelSkeleton, wanted: set[str]) -> None:
-    family, config = skeleton.family, skeleton.config
-    missing = sorted(wanted - set(checkpoint.tensors))
-    if missing:
-        raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-    spare = [
-        name
-        for name in checkpoint.tensors
-        if name not in wanted and name != family.gguf_rope_factors and not family.ignored_tensor(name, config)
-    ]
-    if spare:
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {min(spare)} has no place in {config.family} "
-            f"({len(spare)} such in all)"
-        )
 
 
 def weights_from(model: Any, skeleton: ModelSkeleton) -> Weights:
