@@ -36,7 +36,9 @@ class EngineArgs:
     max_num_seqs: int | None = _arg(None, "requests that run at once (32 on a CPU, else 256)")
     max_num_batched_tokens: int | None = _arg(None, "tokens computed in one step (512 on a CPU, else 2048)")
     page_size: int | None = _arg(None, "tokens of one KV page", aliases=("block_size",))
-    num_pages: int | None = _arg(None, "pages of the KV pool, in place of a memory budget")
+    num_pages: int | None = _arg(
+        None, "pages of the KV pool, in place of a memory budget; what cannot be used is left out"
+    )
     kv_cache_memory: int | None = _arg(None, "bytes of the KV pool")
     memory_utilization: float | None = _arg(
         None,

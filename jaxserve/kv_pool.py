@@ -54,14 +54,13 @@ def plan_pool(
     max_num_seqs: int,
     max_model_len: int,
 ) -> PoolSpec:
-    """The pool: `num_pages` if given, else what the budget holds, never more than can be used.
+    """The pool: `num_pages` if given, else what the budget holds; never more than can be used.
 
     Raises ConfigError when that is too small for a single token.
     """
     each = page_bytes(config.num_layers, config.num_kv_heads, page_size, config.head_dim, dtype)
     useful = max_num_seqs * -(-max_model_len // page_size) + 1
-    if num_pages is None:
-        num_pages = min(budget_bytes // each, useful)
+    num_pages = min(budget_bytes // each if num_pages is None else num_pages, useful)
     if num_pages < 2:
         raise ConfigError(
             f"the KV pool would have {num_pages} pages of {each:,} bytes; it needs 2 or more "

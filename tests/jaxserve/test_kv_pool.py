@@ -34,6 +34,7 @@ def test_the_budget_is_filled_and_not_exceeded() -> None:
 
 def test_never_more_pages_than_concurrency_and_context_can_use() -> None:
     assert plan(budget_bytes=10**12).num_pages == 8 * 63 + 1
+    assert plan(num_pages=10**9).num_pages == 8 * 63 + 1
 
 
 def test_given_pages_go_before_the_budget() -> None:
