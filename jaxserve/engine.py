@@ -20,7 +20,7 @@ from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.weights import ModelSkeleton, rope_leaf, weights_from
+from jaxserve.weights import ROPE_PATH, ModelSkeleton, rope_leaf, weights_from
 
 # A text, token ids, or {"prompt": text, "prompt_token_ids": ids} with either or both.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -315,7 +315,7 @@ class LLMEngine:
         if self.config.model.rope.rope_type != "dynamic":
             return None
         leaf = rope_leaf(self.skeleton, None, num_tokens)
-        is_rope = [leaf_info.path == ("rope_inv_freq",) for leaf_info in self.skeleton.leaves]
+        is_rope = [leaf_info.path == ROPE_PATH for leaf_info in self.skeleton.leaves]
         return tuple(leaf if r else w for r, w in zip(is_rope, self.runner.weights, strict=True))
 
     def update_weights(self, params: Any) -> None:

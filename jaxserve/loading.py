@@ -23,7 +23,7 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
 from jaxserve.model_runner import ModelRunner
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import Family, family_by_name, read_model
+from jaxserve.models.registry import Family, family_by_name, family_of, read_model
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerConfig
 from jaxserve.sharding import make_mesh
@@ -161,8 +161,7 @@ def _dtype(args: EngineArgs, live: Live | None, platform: str) -> np.dtype:
 def _live_config(live: Live) -> tuple[Family, ModelConfig]:
     if isinstance(live.config, ModelConfig):
         return family_by_name(live.config.family), live.config
-    names = live.config.get("architectures") or [live.config.get("model_type", "llama")]
-    family = family_by_name("llama") if names[0] == "LlamaForCausalLM" else family_by_name(str(names[0]))
+    family = family_of(live.config)
     return family, family.config_from_hf(live.config)
 
 

@@ -27,7 +27,6 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     @property
     def num_parameters(self) -> int:

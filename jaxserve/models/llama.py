@@ -189,7 +189,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=read.boolean("mlp_bias", False),
         tie_word_embeddings=read.boolean("tie_word_embeddings", False),
         eos_token_ids=read.token_ids("eos_token_id"),
-        bos_token_id=next(iter(read.token_ids("bos_token_id")), None),
     )
     read.finish()
     if num_heads % num_kv_heads:
@@ -306,7 +305,6 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         tie_word_embeddings="output.weight" not in tensors,
         eos_token_ids=_token_id(metadata, "tokenizer.ggml.eos_token_id"),
-        bos_token_id=next(iter(_token_id(metadata, "tokenizer.ggml.bos_token_id")), None),
     )
     read.finish()
     if embed_hidden != hidden:

@@ -64,6 +64,16 @@ def family_by_name(name: str) -> Family:
     raise _unknown(name, [f.name for f in FAMILIES])
 
 
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that a config.json names. Raises UnsupportedModelError, with the nearest known names."""
+    names = config.get("architectures") or []
+    architecture = names[0] if isinstance(names, list) and names else str(config.get("model_type", ""))
+    for family in FAMILIES:
+        if architecture in family.architectures or architecture == family.name:
+            return family
+    raise _unknown(architecture, [a for f in FAMILIES for a in f.architectures])
+
+
 def read_model(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
     """The family a checkpoint belongs to and its config.
 
@@ -75,14 +85,8 @@ def read_model(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
             if architecture in family.gguf_architectures:
                 return family, family.config_from_gguf(checkpoint.metadata, checkpoint.tensors)
         raise _unknown(architecture, [a for f in FAMILIES for a in f.gguf_architectures])
-    names = checkpoint.config.get("architectures") or []
-    architecture = (
-        names[0] if isinstance(names, list) and names else str(checkpoint.config.get("model_type", ""))
-    )
-    for family in FAMILIES:
-        if architecture in family.architectures or architecture == family.name:
-            return family, family.config_from_hf(checkpoint.config)
-    raise _unknown(architecture, [a for f in FAMILIES for a in f.architectures])
+    family = family_of(checkpoint.config)
+    return family, family.config_from_hf(checkpoint.config)
 
 
 def _unknown(name: str, known: list[str]) -> UnsupportedModelError:

@@ -45,7 +45,7 @@ _KNOWN_KEYS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Which frequencies rotate a head. `factors` divides them ([head_dim / 2], from GGUF's rope_freqs)."""
+    """Which frequencies rotate a head."""
 
     theta: float
     head_dim: int
