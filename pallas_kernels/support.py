@@ -12,6 +12,11 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged_paged_attention": dict.fromkeys(PLATFORMS, ("xla", "reference")),
     "kv_write": dict.fromkeys(PLATFORMS, ("xla",)),
+    "grouped_matmul": {
+        "cpu": ("xla_loop", "xla", "reference"),
+        "gpu": ("xla_loop", "xla", "reference"),
+        "tpu": ("xla", "xla_loop", "reference"),
+    },
 }
 
 
