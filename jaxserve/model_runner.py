@@ -10,19 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxserve.batch import FLOAT_COLUMNS, INT_COLUMNS, BatchPacker, Bucket
-from jaxserve.compilation import Program, ProgramTable, bucket_ladders
+from jaxserve.batch import INT_COLUMNS, BatchPacker, Bucket
+from jaxserve.compilation import Program, ProgramTable
 from jaxserve.kv_pool import PoolSpec
 from jaxserve.logit_bias import bias_row, needs_bias
-from jaxserve.models.layers import MODEL_AXIS
 from jaxserve.outputs import Logprob, TokenLogprobs
 from jaxserve.request import Request
 from jaxserve.sampler import Sampled
 from jaxserve.scheduler import SchedulerConfig, SchedulerOutput
-from jaxserve.step import StepSpec, Weights, make_logits, make_score, make_step
+from jaxserve.step import StepSpec, Weights, make_logits, make_score
+from jaxserve.step_programs import Aval, StepPrograms
 from jaxserve.weights import ModelSkeleton
 
 log = logging.getLogger("jaxserve")
@@ -82,6 +80,10 @@ def _token_logprobs(token_id: int, row: int, arrays: Sequence[np.ndarray], top: 
     return entry
 
 
+def _zeros(aval: Aval) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(aval.shape, aval.dtype), out_shardings=aval.sharding)()
+
+
 class ModelRunner:
     """Runs scheduled batches. One thread calls it; compilations may run on another."""
 
@@ -91,28 +93,21 @@ class ModelRunner:
         self.spec = spec
         self.skeleton = skeleton
         self.weights: Weights = ()  # the caller's to set, before the first step
-        self._weight_avals = tuple(
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in skeleton.leaves
-        )
         self.pool = pool
         self.limits = limits
-        self.vocab_size = vocab_size = skeleton.config.vocab_size
-        self.pages_per_seq = -(-limits.max_model_len // limits.page_size)
+        self.vocab_size = skeleton.config.vocab_size
         self.num_slots = limits.max_num_seqs
-        self.packer = BatchPacker(self.pages_per_seq, self.num_slots)
-        self._replicated = NamedSharding(spec.mesh, P())
-        heads = MODEL_AXIS if spec.shard_heads else None
-        self._pool_sharding = NamedSharding(spec.mesh, P(None, None, heads))
-        self._kv_pool = self._zeros(pool.shape, pool.dtype, self._pool_sharding)
-        self._tokens = self._zeros((self.num_slots + 1, limits.max_model_len), jnp.int32, self._replicated)
-        self._bias = self._zeros((self.num_slots + 1, vocab_size), jnp.float32, self._replicated)
+        self._step = step = StepPrograms(spec, skeleton, pool, limits)
+        self.packer = BatchPacker(step.pages_per_seq, self.num_slots)
+        self._kv_pool = _zeros(step.kv_pool)
+        self._tokens = _zeros(step.tokens)
+        self._bias = _zeros(step.bias)
         self._biased: dict[int, Any] = {}  # slot -> what its bias row was made for
-        decode, mixed = bucket_ladders(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self.programs = ProgramTable([*decode, *mixed], self._compile_step)
+        self.programs = ProgramTable(step.buckets, lambda bucket: step.lower(bucket).compile())
         self._helpers: dict[tuple[str, int], Program] = {}
         self.num_helper_compilations = 0
-        self._upload_tokens = self._compile_upload(self._tokens, jnp.int32)
-        self._upload_bias = self._compile_upload(self._bias, jnp.float32)
+        self._upload_tokens = self._compile_upload(step.tokens)
+        self._upload_bias = self._compile_upload(step.bias)
 
     @property
     def num_compilations(self) -> int:
@@ -162,49 +157,23 @@ class ModelRunner:
         jax.block_until_ready(self._run(program, ints, floats))
         return True
 
-    def _zeros(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-
-    def _aval(self, array: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-    def _host_aval(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
-
-    def _compile_step(self, bucket: Bucket) -> Program:
-        replicated = self._replicated
-        step = jax.jit(
-            make_step(self.spec, bucket),
-            donate_argnums=(1, 2),
-            out_shardings=(self._pool_sharding, replicated, replicated, replicated),
-        )
-        return step.lower(
-            self._weight_avals,
-            self._aval(self._kv_pool),
-            self._aval(self._tokens),
-            self._aval(self._bias),
-            self._host_aval((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), jnp.int32),
-            self._host_aval((bucket.num_rows, FLOAT_COLUMNS), jnp.float32),
-        ).compile()
-
-    def _compile_upload(self, table: jax.Array, dtype: Any) -> Program:
+    def _compile_upload(self, table: Aval) -> Program:
         def upload(table: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice(table, row[None, :], (slot, jnp.int32(0)))
 
-        program = jax.jit(upload, donate_argnums=0, out_shardings=self._replicated)
-        return program.lower(
-            self._aval(table), self._host_aval((), jnp.int32), self._host_aval(table.shape[1:], dtype)
-        ).compile()
+        program = jax.jit(upload, donate_argnums=0, out_shardings=table.sharding)
+        slot, row = self._step.host_aval((), jnp.int32), self._step.host_aval(table.shape[1:], table.dtype)
+        return program.lower(table, slot, row).compile()
 
     def _helper(self, kind: str, num_tokens: int) -> Program:
         """The program that reads a step's hidden states: "score" or "logits"."""
         key = (kind, num_tokens)
         if key not in self._helpers:
-            rows = self._host_aval((_SCORED_AT_ONCE,), jnp.int32)
-            hidden = self._host_aval((num_tokens, self.pool.hidden_size), self.pool.dtype)
+            rows = self._step.host_aval((_SCORED_AT_ONCE,), jnp.int32)
+            hidden = self._step.host_aval((num_tokens, self.pool.hidden_size), self.pool.dtype)
             make, args = (make_score, (rows, rows)) if kind == "score" else (make_logits, (rows,))
-            program = jax.jit(make(self.spec), out_shardings=self._replicated)
-            self._helpers[key] = program.lower(self._weight_avals, hidden, *args).compile()
+            program = jax.jit(make(self.spec), out_shardings=self._step.replicated)
+            self._helpers[key] = program.lower(self._step.weights, hidden, *args).compile()
             self.num_helper_compilations += 1
         return self._helpers[key]
 
