@@ -15,7 +15,7 @@ from pallas_kernels.pool_layout import page_bytes, pool_shape
 class PoolSpec:
     """Shape and size of the page pool."""
 
-    shape: tuple[int, int, int, int, int, int]  # see pallas_kernels.pool_layout
+    shape: tuple[int, int, int, int, int]  # see pallas_kernels.pool_layout
     dtype: np.dtype
     hidden_size: int  # of the model whose keys and values it holds
 
@@ -25,7 +25,7 @@ class PoolSpec:
 
     @property
     def page_size(self) -> int:
-        return self.shape[4]
+        return self.shape[3]
 
     @property
     def num_tokens(self) -> int:
@@ -34,8 +34,8 @@ class PoolSpec:
 
     @property
     def num_bytes(self) -> int:
-        layers, pages, heads, _, page_size, head_dim = self.shape
-        return pages * page_bytes(layers, heads, page_size, head_dim, self.dtype)
+        layers, pages, heads, page_size, kv_dim = self.shape
+        return pages * page_bytes(layers, heads, page_size, kv_dim, self.dtype)
 
 
 def default_page_size(max_model_len: int) -> int:
@@ -58,7 +58,8 @@ def plan_pool(
 
     Raises ConfigError when that is too small for a single token.
     """
-    each = page_bytes(config.num_layers, config.num_kv_heads, page_size, config.head_dim, dtype)
+    kv_dim = 2 * config.head_dim
+    each = page_bytes(config.num_layers, config.num_kv_heads, page_size, kv_dim, dtype)
     useful = max_num_seqs * -(-max_model_len // page_size) + 1
     num_pages = min(budget_bytes // each if num_pages is None else num_pages, useful)
     if num_pages < 2:
@@ -66,5 +67,5 @@ def plan_pool(
             f"the KV pool would have {num_pages} pages of {each:,} bytes; it needs 2 or more "
             "(raise --kv-cache-memory or --memory-utilization, or lower --page-size)"
         )
-    shape = pool_shape(config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+    shape = pool_shape(config.num_layers, num_pages, config.num_kv_heads, page_size, kv_dim)
     return PoolSpec(shape, np.dtype(dtype), config.hidden_size)

@@ -31,6 +31,7 @@ from jaxserve.step import StepSpec, Weights
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import ModelSkeleton, build_skeleton, check_tensors, load_weights, weights_from
 from jaxserve_checkpoints import Checkpoint, open_checkpoint, resolve_model
+from pallas_kernels.chips import chip_of_device_kind
 from pallas_kernels.support import resolve
 
 log = logging.getLogger("jaxserve")
@@ -61,7 +62,8 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     started = time.perf_counter()
     devices = _devices(args.platform)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
-    implementation = _attention(args, platform)
+    chip = chip_of_device_kind(devices[0].device_kind)
+    implementation = _attention(args, platform, chip)
     cache = Path(args.compilation_cache_dir) if args.compilation_cache_dir else cache_directory() / "xla"
     use_compilation_cache(cache)
 
@@ -94,9 +96,10 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         treedef=skeleton.treedef,
         mesh=mesh,
         shard_heads=skeleton.shard_heads,
-        page_size=pool.page_size,
-        sm_scale=config.head_dim**-0.5,
+        sm_scale=config.attention_scale or config.head_dim**-0.5,
+        soft_cap=config.attention_soft_cap,
         platform=platform,
+        chip=chip,
         attention_implementation=implementation,
     )
     if checkpoint is not None:
@@ -145,9 +148,9 @@ def _devices(platform: str | None) -> list[jax.Device]:
         raise ConfigError(f"platform {platform}: {str(error).splitlines()[0]}") from error
 
 
-def _attention(args: EngineArgs, platform: str) -> str:
+def _attention(args: EngineArgs, platform: str, chip: str | None) -> str:
     try:
-        return resolve("ragged_paged_attention", platform, args.attention_implementation)
+        return resolve("ragged_paged_attention", platform, args.attention_implementation, chip=chip)
     except NotImplementedError as error:
         raise ConfigError(f"attention_implementation: {error}") from error
 

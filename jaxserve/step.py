@@ -22,9 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.batch import Bucket, StepInputs, unpack
 from jaxserve.models.layers import MODEL_AXIS
 from jaxserve.models.llama import AttendFn, CausalLM
-from jaxserve.sampler import Sampled, sample, token_logprobs
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from jaxserve.sampler import Sampled, sample_over_mesh, token_logprobs
+from pallas_kernels.ragged_paged_attention import AttentionSpec, Rows, ragged_paged_attention
 
 Weights = tuple[jax.Array, ...]
 
@@ -37,9 +36,10 @@ class StepSpec:
     treedef: jax.tree_util.PyTreeDef
     mesh: Mesh
     shard_heads: bool
-    page_size: int
     sm_scale: float
+    soft_cap: float | None
     platform: str
+    chip: str | None  # the device's name in pallas_kernels.chips, where it has one
     attention_implementation: str
 
     def merge(self, weights: Weights) -> CausalLM:
@@ -52,7 +52,7 @@ def make_step(spec: StepSpec, bucket: Bucket) -> Callable[..., Any]:
 
     def step(
         weights: Weights,
-        kv_pool: jax.Array,  # [num_layers, num_pages, num_kv_heads, 2, page_size, head_dim]
+        kv_pool: jax.Array,  # [num_layers, num_pages, num_kv_heads, page_size, kv_dim]
         token_table: jax.Array,  # int32 [num_slots + 1, max_model_len]
         bias_table: jax.Array,  # float32 [num_slots + 1, vocab]
         ints: jax.Array,  # int32 [num_rows, INT_COLUMNS + pages_per_seq]
@@ -60,15 +60,21 @@ def make_step(spec: StepSpec, bucket: Bucket) -> Callable[..., Any]:
     ) -> tuple[jax.Array, jax.Array, jax.Array, Sampled]:
         model = spec.merge(weights)
         inputs = unpack(ints, floats)
-        row, positions, is_padding = _locate(inputs, bucket)
+        row, positions = _locate(inputs, bucket)
         token_ids = token_table[inputs.slot[row], positions]  # [num_tokens]
-        page = inputs.page_indices[row, positions // spec.page_size]
-        pages = jnp.where(is_padding, 0, page)
-        attend = _attend(spec, bucket, inputs, pages, positions % spec.page_size)
+        attend = _attend(spec, bucket, inputs)
         hidden, kv_pool = model(token_ids, positions, attend, kv_pool)  # [num_tokens, hidden]
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)]
-        sampled = sample(model.logits(last), inputs.sampling, inputs.slot, token_table, bias_table)
+        sampled = sample_over_mesh(
+            spec.mesh,
+            MODEL_AXIS,
+            model.logits(last),
+            inputs.sampling,
+            inputs.slot,
+            token_table,
+            bias_table,
+        )
         # A row that does not sample writes to the dummy slot.
         slot = jnp.where(inputs.samples, inputs.slot, token_table.shape[0] - 1)
         index = jnp.where(inputs.samples, inputs.kv_lens, 0)
@@ -78,62 +84,76 @@ def make_step(spec: StepSpec, bucket: Bucket) -> Callable[..., Any]:
     return step
 
 
-def _locate(inputs: StepInputs, bucket: Bucket) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each token's row, position in its sequence, and whether it is padding; [num_tokens] each."""
+def _locate(inputs: StepInputs, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
+    """Each token's row and position in its sequence, int32 [num_tokens] each; padding is at position 0."""
     token = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
     ends = inputs.cu_q_lens[1:]
     row = token if bucket.decode_only else jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
     row = jnp.minimum(row, bucket.num_rows - 1)
     is_padding = token >= ends[-1]
     positions = inputs.kv_lens[row] - ends[row] + token
-    return row, jnp.where(is_padding, 0, positions), is_padding
+    return row, jnp.where(is_padding, 0, positions)
 
 
-def _attend(
-    spec: StepSpec, bucket: Bucket, inputs: StepInputs, pages: jax.Array, offsets: jax.Array
-) -> AttendFn:
+def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
     """Write the step's K and V, then attend; over the model axis each device has its own heads."""
-    kv_lens, page_indices, cu_q_lens = inputs.kv_lens, inputs.page_indices, inputs.cu_q_lens
+    attention = AttentionSpec(spec.sm_scale, soft_cap=spec.soft_cap, decode_only=bucket.decode_only)
+    rows = Rows(inputs.kv_lens, inputs.page_indices, inputs.cu_q_lens)
 
     def local(
-        layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array, *rows: jax.Array
+        window: jax.Array | int | None,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv_pool: jax.Array,
+        rows: Rows,
     ) -> tuple[jax.Array, jax.Array]:
-        kv_lens, page_indices, cu_q_lens, pages, offsets = rows
-        kv_pool = write_kv(kv_pool, layer, k, v, pages, offsets)
-        out = ragged_paged_attention(
+        return ragged_paged_attention(
             q,
+            k,
+            v,
             kv_pool,
             layer,
-            kv_lens,
-            page_indices,
-            cu_q_lens,
-            sm_scale=spec.sm_scale,
-            decode_only=bucket.decode_only,
+            rows,
+            spec=attention,
             platform=spec.platform,
+            chip=spec.chip,
             implementation=spec.attention_implementation,
+            window=window,
         )
-        return out, kv_pool
-
-    rows = (kv_lens, page_indices, cu_q_lens, pages, offsets)
-    if spec.mesh.size == 1:
-        return lambda layer, q, k, v, kv_pool: local(layer, q, k, v, kv_pool, *rows)
 
     heads = MODEL_AXIS if spec.shard_heads else None
     per_head, pool = P(None, heads, None), P(None, None, heads)
 
-    def over_mesh(
-        layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array
+    def attend(
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv_pool: jax.Array,
+        window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        if spec.mesh.size == 1:
+            return local(window, layer, q, k, v, kv_pool, rows)
+        # The window is a traced scalar over a mesh, or absent: None is no array.
+        scalars = [jnp.asarray(x, jnp.int32) for x in (layer, window) if x is not None]
+
+        def on_device(
+            q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array, rows: Rows, *scalars: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            return local(scalars[1] if len(scalars) > 1 else None, scalars[0], q, k, v, kv_pool, rows)
+
         fn = jax.shard_map(
-            local,
+            on_device,
             mesh=spec.mesh,
-            in_specs=(P(), per_head, per_head, per_head, pool, *(P() for _ in rows)),
+            in_specs=(per_head, per_head, per_head, pool, P(), *(P() for _ in scalars)),
             out_specs=(per_head, pool),
             check_vma=False,
         )
-        return fn(jnp.asarray(layer, jnp.int32), q, k, v, kv_pool, *rows)
+        return fn(q, k, v, kv_pool, rows, *scalars)
 
-    return over_mesh
+    return attend
 
 
 def make_score(spec: StepSpec) -> Callable[..., Any]:

@@ -11,17 +11,18 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 # operation -> platform -> implementations, the preferred one first
 SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged_paged_attention": dict.fromkeys(PLATFORMS, ("xla", "reference")),
-    "kv_write": dict.fromkeys(PLATFORMS, ("xla",)),
     "grouped_matmul": {
         "cpu": ("xla_loop", "xla", "reference"),
         "gpu": ("xla_loop", "xla", "reference"),
         "tpu": ("xla", "xla_loop", "reference"),
     },
 }
+# Implementations that some chips of their platform cannot run.
+CHIPS: dict[str, tuple[str, ...]] = {"mosaic_gpu": ("h100", "h200")}
 
 
-def resolve(operation: str, platform: str, implementation: str = "auto") -> str:
-    """The name of the implementation to use.
+def resolve(operation: str, platform: str, implementation: str = "auto", *, chip: str | None = None) -> str:
+    """The name of the implementation to use: the first that the chip (None: unknown) can run, or the named.
 
     Raises NotImplementedError when the platform is unknown or the named implementation does not serve it.
     """
@@ -30,11 +31,17 @@ def resolve(operation: str, platform: str, implementation: str = "auto") -> str:
         raise NotImplementedError(
             f"{operation}: no implementation for platform {platform!r} (have: {', '.join(table)})"
         )
+    fitting = [name for name in table[platform] if name not in CHIPS or chip in CHIPS[name]]
     if implementation == "auto":
-        return table[platform][0]
+        return fitting[0]
     if implementation not in table[platform]:
         raise NotImplementedError(
             f"{operation}: implementation {implementation!r} does not run on {platform} "
             f"(have: auto, {', '.join(table[platform])})"
+        )
+    if implementation not in fitting:
+        raise NotImplementedError(
+            f"{operation}: implementation {implementation!r} runs on {', '.join(CHIPS[implementation])}, "
+            f"not on {chip or 'an unknown chip'} (have: auto, {', '.join(fitting)})"
         )
     return implementation

@@ -1,5 +1,5 @@
-"""Writing a step's keys and values into the page pool."""
+"""Writing new keys and values into the paged pool."""
 
-from pallas_kernels.kv_write.api import write_kv
+from pallas_kernels.kv_write.api import kv_rows, locate_tokens, write_kv
 
-__all__ = ["write_kv"]
+__all__ = ["kv_rows", "locate_tokens", "write_kv"]

@@ -1,28 +1,55 @@
-"""`write_kv`: scatter new K and V rows into their pages."""
+"""`write_kv`: new K and V rows into their pages."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+if TYPE_CHECKING:
+    from pallas_kernels.ragged_paged_attention.types import Rows
+
+
+def kv_rows(k: jax.Array, v: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """The pool's rows, [num_tokens, num_kv_heads, kv_dim], of k and v (None in latent form).
+
+    Values past what `dtype` can hold are clamped: a cast to float8_e4m3fn would make them NaN.
+    """
+    kv = k if v is None else jnp.concatenate([k, v], axis=-1)
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize > 1:
+        return kv.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(kv), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(kv, -most, most).astype(dtype)
+
+
+def locate_tokens(
+    rows: Rows, num_tokens: int, page_size: int, *, decode_only: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Page and offset in it, int32 [num_tokens] each, of every token of the step; padding is on page 0."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    ends = rows.cu_q_lens[1:]
+    row = token if decode_only else jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, ends.shape[0] - 1)
+    is_live = token < ends[-1]
+    position = jnp.where(is_live, rows.kv_lens[row] - ends[row] + token, 0)
+    page = rows.page_indices[row, position // page_size]
+    return jnp.where(is_live, page, 0), position % page_size
+
 
 def write_kv(
-    kv_pool: jax.Array,
-    layer: int | jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pages: jax.Array,
-    offsets: jax.Array,
+    kv_pool: jax.Array, layer: int | jax.Array, kv: jax.Array, pages: jax.Array, offsets: jax.Array
 ) -> jax.Array:
-    """Write each token's K and V at (pages[t], offsets[t]) of `layer`; returns the pool.
+    """Write each token's row at (pages[t], offsets[t]) of `layer`; returns the pool.
 
     Args:
-        kv_pool: [num_layers, num_pages, num_kv_heads, 2, page_size, head_dim]; donate it, else it is copied.
+        kv_pool: [num_layers, num_pages, num_kv_heads, page_size, kv_dim]; donate it, else it is copied.
         layer: which layer's part of the pool.
-        k: [num_tokens, num_kv_heads, head_dim].
-        v: [num_tokens, num_kv_heads, head_dim].
+        kv: [num_tokens, num_kv_heads, kv_dim] in the pool's dtype (see `kv_rows`).
         pages: int32 [num_tokens]; padding tokens name page 0.
         offsets: int32 [num_tokens], in [0, page_size).
     """
-    kv = jnp.stack([k, v], axis=2).astype(kv_pool.dtype)  # [num_tokens, num_kv_heads, 2, head_dim]
-    return kv_pool.at[layer, pages, :, :, offsets].set(kv, mode="promise_in_bounds")
+    return kv_pool.at[layer, pages, :, offsets].set(kv, mode="promise_in_bounds")

@@ -4,54 +4,75 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.kv_write import kv_rows, locate_tokens, write_kv
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
+from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 from pallas_kernels.ragged_paged_attention.validate import validate
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
 from pallas_kernels.support import resolve
 
-_IMPLEMENTATIONS = {"reference": reference_attention, "xla": xla_attention}
+_TWINS = {"reference": reference_attention, "xla": xla_attention}
 
 
 def ragged_paged_attention(
     q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     kv_pool: jax.Array,
     layer: int | jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
+    rows: Rows,
     *,
-    sm_scale: float,
-    decode_only: bool = False,
+    spec: AttentionSpec,
     platform: str,
+    chip: str | None = None,
     implementation: str = "auto",
-) -> jax.Array:
-    """Attention of each sequence's newest tokens over all of its tokens; prefill and decode in one call.
+    window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    kv_scales: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write the new tokens' K and V, then attend from them; prefill and decode in one call.
 
-    Sequence s owns the queries q[cu_q_lens[s] : cu_q_lens[s + 1]], which are the last of its kv_lens[s]
-    tokens; their K and V are in the pool already. Query i of them sees every token up to its own.
+    Sequence s owns the queries q[cu_q_lens[s] : cu_q_lens[s + 1]], the last of its kv_lens[s] tokens. Query i
+    of them sees every token up to its own, or the last `window` of these. A page that a sequence with two
+    or more queries writes may be read by others in the same call; one that a sequence with one query
+    writes may not.
 
     Args:
-        q: [num_tokens, num_q_heads, head_dim]; rows from cu_q_lens[-1] on are padding.
-        kv_pool: [num_layers, num_pages, num_kv_heads, 2, page_size, head_dim]; see `pool_layout`.
+        q: [num_tokens, num_q_heads, k_dim]; rows from cu_q_lens[-1] on are padding.
+        k: [num_tokens, num_kv_heads, k_dim]; None when the pool has them already.
+        v: [num_tokens, num_kv_heads, v_dim]; None without k, and in latent form, where it is a part of K.
+        kv_pool: [num_layers, num_pages, num_kv_heads, page_size, kv_dim]; see `pool_layout`. Donate it.
         layer: which layer's part of the pool.
-        kv_lens: int32 [num_seqs], tokens of each sequence, the new ones included; 0 for an empty row.
-        page_indices: int32 [num_seqs, pages_per_seq]; entries past a sequence's last page are never read.
-        cu_q_lens: int32 [num_seqs + 1], cumulative number of queries.
-        sm_scale: what the scores are multiplied with, usually head_dim ** -0.5.
-        decode_only: promise that q_lens are 1 for the leading rows and 0 after them, and num_tokens ==
-            num_seqs.
+        rows: lengths and pages of the sequences.
+        spec: what is static.
         platform: "cpu", "gpu" or "tpu": the target, never asked of the running process.
-        implementation: "auto", "xla" or "reference".
+        chip: the target's name in `chips`; block sizes and what can run depend on it.
+        implementation: "auto" or a name of `support.SUPPORT`.
+        window: int32 [], queries at position p see positions > p - window; None sees all.
+        sinks: float32 [num_q_heads], a logit more in each softmax's sum, without a value (gpt-oss).
+        kv_scales: float32 [num_kv_heads] each: K and V in the pool times these are the true ones.
 
     Returns:
-        [num_tokens, num_q_heads, head_dim] in q's dtype; padding rows are finite and mean nothing.
+        [num_tokens, num_q_heads, v_dim] in q's dtype, whose padding rows are finite and mean nothing; and
+        the pool.
 
     Raises:
-        NotImplementedError: the named implementation does not run on the platform.
+        NotImplementedError: the named implementation does not run on the platform, or not this case.
         ValueError: shapes or dtypes do not fit together.
     """
-    validate(q, kv_pool, kv_lens, page_indices, cu_q_lens, decode_only=decode_only)
-    attend = _IMPLEMENTATIONS[resolve("ragged_paged_attention", platform, implementation)]
-    return attend(
-        q, kv_pool, layer, kv_lens, page_indices, cu_q_lens, sm_scale=sm_scale, decode_only=decode_only
-    )
+    validate(q, (k, v), kv_pool, rows, spec, sinks)
+    name = resolve("ragged_paged_attention", platform, implementation, chip=chip)
+    dtype, group = q.dtype, q.shape[1] // kv_pool.shape[2]
+    if kv_scales is not None:
+        k_scale, v_scale = kv_scales
+        q = (q * k_scale.repeat(group)[None, :, None]).astype(dtype)
+        k = None if k is None else k / k_scale[None, :, None]
+        v = None if v is None else v / v_scale[None, :, None]
+    kv = None if k is None else kv_rows(k, v, kv_pool.dtype)  # [num_tokens, num_kv_heads, kv_dim]
+    if kv is not None:
+        places = locate_tokens(rows, q.shape[0], kv_pool.shape[3], decode_only=spec.decode_only)
+        kv_pool = write_kv(kv_pool, layer, kv, *places)
+    out = _TWINS[name](q, kv_pool, layer, rows, spec=spec, window=window, sinks=sinks)
+    if kv_scales is not None:
+        out = (out * kv_scales[1].repeat(group)[None, :, None]).astype(dtype)
+    return out, kv_pool

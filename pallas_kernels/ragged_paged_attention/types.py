@@ -21,7 +21,9 @@ class AttentionSpec:
     """What is static in a call; hashable."""
 
     sm_scale: float  # scores are multiplied with it, usually head_dim ** -0.5
-    soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118)
+    soft_cap: float | None = (
+        None  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118)
+    )
     # None: a pool row holds K, then V. A number: the row is K alone, and V its first `latent_v_dim` elements
     # (multi-head latent attention in its absorbed form: DeepSeek-V2, arXiv:2405.04434).
     latent_v_dim: int | None = None

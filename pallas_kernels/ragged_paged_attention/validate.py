@@ -5,36 +5,58 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
+
 
 def validate(
     q: jax.Array,
+    kv: tuple[jax.Array | None, jax.Array | None],
     kv_pool: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    *,
-    decode_only: bool,
+    rows: Rows,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
 ) -> None:
     """Raise ValueError that names what does not fit."""
     if q.ndim != 3:
-        raise ValueError(f"q must be [num_tokens, num_q_heads, head_dim], got {q.shape}")
-    if kv_pool.ndim != 6 or kv_pool.shape[3] != 2:
-        raise ValueError(
-            f"kv_pool must be [layers, pages, kv_heads, 2, page_size, head_dim], got {kv_pool.shape}"
-        )
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_pool.shape[2]
-    if kv_pool.shape[5] != head_dim:
-        raise ValueError(f"head_dim of q is {head_dim}, of the pool {kv_pool.shape[5]}")
+        raise ValueError(f"q must be [num_tokens, num_q_heads, k_dim], got {q.shape}")
+    if kv_pool.ndim != 5:
+        raise ValueError(f"kv_pool must be [layers, pages, kv_heads, page_size, kv_dim], got {kv_pool.shape}")
+    num_tokens, num_q_heads, k_dim = q.shape
+    _, _, num_kv_heads, _, kv_dim = kv_pool.shape
+    latent = spec.latent_v_dim
+    if latent is None and kv_dim <= k_dim:
+        raise ValueError(f"a pool row of {kv_dim} has no room for a V after K of {k_dim}")
+    if latent is not None and (kv_dim != k_dim or not 0 < latent <= k_dim):
+        raise ValueError(f"in latent form a pool row is K: {kv_dim} against {k_dim}, V of {latent}")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
-    num_seqs = kv_lens.shape[0]
-    if page_indices.ndim != 2 or page_indices.shape[0] != num_seqs:
-        raise ValueError(f"page_indices must be [{num_seqs}, pages_per_seq], got {page_indices.shape}")
-    if cu_q_lens.shape != (num_seqs + 1,):
-        raise ValueError(f"cu_q_lens must be [{num_seqs + 1}], got {cu_q_lens.shape}")
-    for name, array in (("kv_lens", kv_lens), ("page_indices", page_indices), ("cu_q_lens", cu_q_lens)):
+    _validate_new(kv, (num_tokens, num_kv_heads), k_dim, 0 if latent is not None else kv_dim - k_dim)
+    num_seqs = rows.kv_lens.shape[0]
+    if rows.page_indices.ndim != 2 or rows.page_indices.shape[0] != num_seqs:
+        raise ValueError(f"page_indices must be [{num_seqs}, pages_per_seq], got {rows.page_indices.shape}")
+    if rows.cu_q_lens.shape != (num_seqs + 1,):
+        raise ValueError(f"cu_q_lens must be [{num_seqs + 1}], got {rows.cu_q_lens.shape}")
+    for name, array in zip(rows._fields, rows, strict=True):
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, got {array.dtype}")
-    if decode_only and num_tokens != num_seqs:
+    if spec.decode_only and num_tokens != num_seqs:
         raise ValueError(f"decode_only needs one token a sequence, got {num_tokens} for {num_seqs}")
+    if sinks is not None and sinks.shape != (num_q_heads,):
+        raise ValueError(f"sinks must be [{num_q_heads}], got {sinks.shape}")
+
+
+def _validate_new(
+    kv: tuple[jax.Array | None, jax.Array | None], leading: tuple[int, int], k_dim: int, v_dim: int
+) -> None:
+    """k and v are both there or neither; in latent form (v_dim 0) there is no v."""
+    k, v = kv
+    if k is None:
+        if v is not None:
+            raise ValueError("v is given without k")
+        return
+    if k.shape != (*leading, k_dim):
+        raise ValueError(f"k must be {[*leading, k_dim]}, got {k.shape}")
+    if v_dim and (v is None or v.shape != (*leading, v_dim)):
+        raise ValueError(f"v must be {[*leading, v_dim]}, got {None if v is None else v.shape}")
+    if not v_dim and v is not None:
+        raise ValueError("in latent form V is a part of K: v must be None")
