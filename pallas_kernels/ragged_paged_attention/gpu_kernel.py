@@ -59,6 +59,11 @@ class Plan:
         return self.row_groups * self.column_groups
 
     @property
+    def box(self) -> int:
+        """Rows of a copy: a page, or the part of it that a stage takes."""
+        return min(self.block, self.page_size)
+
+    @property
     def columns(self) -> int:
         """V's columns of a warpgroup."""
         return self.v_dim // self.column_groups
@@ -112,7 +117,7 @@ def attend(
 
     Args:
         q: [num_tiles, num_kv_heads, tile_rows, k_dim] bfloat16.
-        pool: [num_layers * num_pages * num_kv_heads, page_size, kv_dim], q's dtype.
+        pool: [num_layers, num_pages, num_kv_heads, page_size, kv_dim], q's dtype.
         tiles: int32 [num_tiles, 5], see `gpu_tiles.Tiles`.
         pages: int32 [num_seqs, pages_per_seq].
         scalars: int32 [2]: the layer and the window.
@@ -123,18 +128,17 @@ def attend(
         [num_tiles, num_kv_heads, splits, tile_rows] float32. A tile or split without keys writes nothing.
     """
     num_tiles = q.shape[0]
-    kv_dim = pool.shape[2]
+    kv_dim = pool.shape[4]
     lead = (num_tiles, plan.num_kv_heads, plan.splits, plan.tile_rows)
-    stages = smem_tile(
-        (plan.stages, plan.block, kv_dim), pool.dtype, math.gcd(plan.k_dim, plan.v_dim, plan.v_start or plan.k_dim)
-    )
+    columns = math.gcd(plan.k_dim, plan.v_start, plan.columns)
+    stages = smem_tile((plan.stages, plan.block, kv_dim), pool.dtype, columns)
     out = smem_tile((plan.warpgroups, WARPGROUP_ROWS, plan.columns), plan.out_dtype, plan.columns)
+    lse = plgpu.SMEM((plan.warpgroups, WARPGROUP_ROWS), jnp.float32)
     scratch = dict(
         q_smem=smem_tile((plan.row_groups, WARPGROUP_ROWS, plan.k_dim), q.dtype, plan.k_dim),
-        shared=plgpu.RefUnion(stages, out),  # results leave when the last keys are done with
-        lse_smem=plgpu.SMEM((plan.warpgroups, WARPGROUP_ROWS), jnp.float32),
+        shared=plgpu.RefUnion(stages, (out, lse)),  # results come when the last keys are done with
         q_ready=plgpu.Barrier(num_arrivals=plan.row_groups),
-        ready=plgpu.Barrier(num_arrivals=max(1, plan.block // plan.page_size), num_barriers=plan.stages),
+        ready=plgpu.Barrier(num_arrivals=plan.block // plan.box, num_barriers=plan.stages),
         joint=plgpu.Barrier(num_arrivals=plan.warpgroups),
         consumed=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
     )
@@ -150,14 +154,16 @@ def attend(
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # a row's scores lie within a warp
         ),
-    )(q, pool, tiles, pages, scalars)
+    )(q, pool.reshape(-1, plan.box, kv_dim), tiles, pages, scalars)
 
 
 def _kernel(
     q_hbm: Any,  # [num_tiles, num_kv_heads, tile_rows, k_dim]
-    pool_hbm: Any,  # [layers * pages * heads, page_size, kv_dim]
+    pool_hbm: Any,  # [layers * pages * heads * page_size // box, box, kv_dim]
     tiles_hbm: Any,  # int32 [num_tiles, 5]
     pages_hbm: Any,  # int32 [num_seqs, pages_per_seq]
     scalars_hbm: Any,  # int32 [2]
@@ -165,8 +171,7 @@ def _kernel(
     lse_hbm: Any,  # [num_tiles, num_kv_heads, splits, tile_rows]
     *,
     q_smem: Any,  # [row_groups, 64, k_dim]
-    shared: Any,  # stages [stages, block, kv_dim], or results [warpgroups, 64, columns]
-    lse_smem: Any,  # [warpgroups, 64]
+    shared: Any,  # stages [stages, block, kv_dim]; or results [warpgroups, 64, columns], lse [warpgroups, 64]
     q_ready: Any,
     ready: Any,  # of each stage: its keys have come
     joint: Any,  # of all warpgroups
@@ -175,7 +180,7 @@ def _kernel(
 ) -> None:
     tile, head, split = (lax.axis_index(name) for name in ("tile", "head", "split"))
     warpgroup = lax.axis_index("warpgroup")
-    stages_smem, out_smem = shared
+    stages_smem, (out_smem, lse_smem) = shared
     row_group = warpgroup if plan.row_groups > 1 else 0
     column = warpgroup * plan.columns if plan.column_groups > 1 else 0
     first, base, begin, end = (
@@ -191,17 +196,16 @@ def _kernel(
         """Start the copies of key block j into its stage. Pages past the last live one are never named."""
         row, layer = tiles_hbm[tile, gpu_tiles.ROW], scalars_hbm[0]
         slot = lax.rem(j - low, jnp.int32(plan.stages))
-        size = min(plan.block, plan.page_size)
         last = lax.div(end - 1, jnp.int32(plan.page_size))
-        for piece in range(plan.block // size):
-            key = j * plan.block + piece * size
+        parts = plan.page_size // plan.box
+        for piece in range(plan.block // plan.box):
+            key = j * plan.block + piece * plan.box
             page = pages_hbm[row, jnp.minimum(lax.div(key, jnp.int32(plan.page_size)), last)]
             at = (layer * plan.num_pages + page) * plan.num_kv_heads + head
-            offset = lax.rem(key, jnp.int32(plan.page_size)) if plan.page_size > size else 0
+            if parts > 1:
+                at = at * parts + lax.rem(lax.div(key, jnp.int32(plan.box)), jnp.int32(parts))
             plgpu.copy_gmem_to_smem(
-                pool_hbm.at[at, pl.ds(offset, size)],
-                stages_smem.at[slot, pl.ds(piece * size, size)],
-                ready.at[slot],
+                pool_hbm.at[at], stages_smem.at[slot, pl.ds(piece * plan.box, plan.box)], ready.at[slot]
             )
 
     def mask(scores: jax.Array, j: jax.Array) -> jax.Array:
@@ -220,15 +224,34 @@ def _kernel(
         """Zero V from `end` on: stale memory may hold NaN, and a weight of 0 does not undo it."""
         _synchronize(joint, plan.warpgroups)
         share = plan.v_dim // plan.warpgroups
-        part = v_smem.at[:, pl.ds(warpgroup * share, share)] if plan.warpgroups > 1 else v_smem
-        values = plgpu.load(part, (), layout=plgpu.Layout.WGMMA, optimized=False)
-        key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA) + j * plan.block
-        part[...] = jnp.where(key < end, values, jnp.zeros_like(values))
+        width = math.gcd(share, 64)  # columns in registers at a time
+        for at in range(0, share, width):
+            part = v_smem.at[:, pl.ds(warpgroup * share + at, width)] if plan.warpgroups > 1 else v_smem.at[:, pl.ds(at, width)]
+            values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+            key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(key + j * plan.block < end, values, jnp.zeros_like(values))
         plgpu.commit_smem()
         _synchronize(joint, plan.warpgroups)
 
+    def refill(j: jax.Array) -> None:
+        """While block j is worked on, start the copies into the stage of the one before it.
+
+        With two warpgroups that is after their first product, so that they may be half a step apart.
+        """
+        ahead = j + (plan.stages - 1)
+
+        @pl.when(ahead < high)
+        def _() -> None:
+            @pl.when(j > low)
+            def _() -> None:
+                plgpu.barrier_wait(consumed.at[lax.rem(ahead - low, jnp.int32(plan.stages))])
+
+            pl.when(warpgroup == 0)(functools.partial(fetch, ahead))
+
     def step(j: jax.Array, carry: Carry, *, is_edge: bool) -> Carry:
         slot = lax.rem(j - low, jnp.int32(plan.stages))
+        if plan.warpgroups == 1:
+            refill(j)
         plgpu.barrier_wait(ready.at[slot])
         scores = scores_of(q_smem.at[row_group], stages_smem.at[slot, :, pl.ds(0, plan.k_dim)])
         if plan.soft_cap is None:
@@ -241,16 +264,8 @@ def _kernel(
             scores = mask(scores, j)
         weights, (maximum, norm, acc) = online_softmax(carry, scores)
 
-        ahead = j + (plan.stages - 1)
-
-        @pl.when(ahead < high)
-        def _() -> None:
-            @pl.when(j > low)
-            def _() -> None:
-                plgpu.barrier_wait(consumed.at[lax.rem(ahead - low, jnp.int32(plan.stages))])
-
-            pl.when(warpgroup == 0)(functools.partial(fetch, ahead))
-
+        if plan.warpgroups > 1:
+            refill(j)
         if is_edge:
             v_all = stages_smem.at[slot, :, pl.ds(plan.v_start, plan.v_dim)]
             pl.when((j + 1) * plan.block > end)(functools.partial(clean, v_all, j))

@@ -1,0 +1,184 @@
+"""Ragged paged attention on Hopper (sm_90a): the new rows are scattered into the pool, one kernel attends.
+
+Sequences with one query and those with more are two lists of tiles for the same kernel (`gpu_kernel`), in
+other block sizes: a decode is bound by memory, so its keys may be split over many thread blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chips import chip_by_name
+from pallas_kernels.kv_write import kv_rows, locate_tokens
+from pallas_kernels.ragged_paged_attention import gpu_tiles
+from pallas_kernels.ragged_paged_attention.gpu_kernel import LOG2_E, WARPGROUP_ROWS, Plan, attend
+from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
+
+_MOST_COLUMNS = 256  # of V in the accumulator of a warpgroup
+_MIN_BLOCKS = 4  # of a split: fewer keys do not pay for joining
+_KEYS_OF_A_SPLIT = 16384  # about the most that one thread block should walk alone
+_RESERVED = 1024  # bytes of shared memory that the hardware keeps for itself, of every thread block
+_SMALL = 1024  # barriers
+
+
+def mosaic_gpu_attention(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    kv_pool: jax.Array,
+    layer: int | jax.Array,
+    rows: Rows,
+    *,
+    spec: AttentionSpec,
+    chip: str,
+    window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `ragged_paged_attention`; q and the pool are bfloat16.
+
+    Raises:
+        NotImplementedError: a dtype or shape that the kernel does not serve; implementation="xla" does.
+    """
+    num_tokens, num_q_heads, k_dim = q.shape
+    check_case(q, kv_pool, spec)
+    if k is not None:
+        kv_pool = write_rows(kv_pool, layer, k, v, rows, decode_only=spec.decode_only)
+    scalars = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, 0 if window is None else window)])
+
+    def part(decode: bool) -> tuple[jax.Array, jax.Array]:
+        """Attention of the sequences with one query, or of the others: [num_tokens, ...], and of whom."""
+        plan = make_plan(q, kv_pool, rows, spec, chip, decode=decode, is_windowed=window is not None)
+        tile_rows, group = plan.tile_rows, plan.group
+        num_seqs = rows.kv_lens.shape[0]
+        num_tiles = gpu_tiles.num_tiles_bound(num_tokens, num_seqs, group, tile_rows, decode=decode)
+        tiles = gpu_tiles.make_tiles(
+            rows, window, group=group, tile_rows=tile_rows, num_tiles=num_tiles, decode=decode
+        )
+        queries = gpu_tiles.gather_queries(q, rows, tiles, plan.num_kv_heads, tile_rows)
+        out, lse = attend(queries, kv_pool, tiles.table, rows.page_indices, scalars, plan)
+        if plan.splits > 1:
+            begin, end = (tiles.table[:, i, None] for i in (gpu_tiles.BEGIN, gpu_tiles.END))
+            low, high = gpu_tiles.split_range(
+                begin, end, jnp.arange(plan.splits)[None, :], splits=plan.splits, block=plan.block,
+                min_blocks=plan.min_blocks,
+            )
+            out, lse = gpu_tiles.join_splits(out, lse, low < high)
+        else:
+            out, lse = out[:, :, 0], lse[:, :, 0]
+        out = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1) if sinks is not None else out
+        out, is_served = gpu_tiles.scatter_outputs(out, rows, tiles, num_tokens, group)
+        if sinks is not None:
+            # One more term in the softmax's sum: out * s / (s + e^sink), s = 2^lse.
+            out, lse = out[..., :-1], out[..., -1]
+            out = out * jax.nn.sigmoid(lse / LOG2_E - sinks.astype(jnp.float32))[..., None]
+        return out.astype(q.dtype), is_served
+
+    decoded, is_decode = part(True)
+    result = jnp.where(is_decode[:, None, None], decoded, 0)  # padding tokens: finite
+    if not spec.decode_only:
+        attended, is_attended = part(False)
+        result = jnp.where(is_attended[:, None, None], attended, result)
+    return result, kv_pool
+
+
+def check_case(q: jax.Array, kv_pool: jax.Array, spec: AttentionSpec) -> None:
+    """Raise NotImplementedError, with the reason, for what the kernel does not serve."""
+    k_dim, page_size, kv_dim = q.shape[2], *kv_pool.shape[3:]
+    v_start, v_stop = spec.v_slice(k_dim, kv_dim)
+    v_dim = v_stop - v_start
+    reason = None
+    if q.dtype != jnp.bfloat16:
+        reason = f"queries of {q.dtype}: wgmma is used in bfloat16"
+    elif kv_pool.dtype != jnp.bfloat16:
+        reason = f"a pool of {kv_pool.dtype}: wgmma multiplies bfloat16 with bfloat16"
+    elif k_dim % 16 or v_dim % 16 or v_start % 16:
+        reason = f"heads of {k_dim} and {v_dim}: both must be multiples of 16, the shortest swizzle"
+    elif page_size % 8 or (128 % page_size and page_size % 128):
+        reason = f"pages of {page_size}: 8, 16, 32, 64 or multiples of 128 fill a block of keys"
+    elif v_dim > _MOST_COLUMNS and (v_dim > 2 * _MOST_COLUMNS or v_dim % 128):
+        reason = f"V of {v_dim}: two accumulators of at most {_MOST_COLUMNS} columns fit the registers"
+    elif _stages_that_fit(_capacity(1), *_bytes(k_dim, v_dim, kv_dim, block=64, row_groups=1)) < 2:
+        reason = f"rows of {kv_dim}: two stages of 64 of them do not fit shared memory"
+    if reason is not None:
+        raise NotImplementedError(f'mosaic_gpu attention does not serve {reason} (use implementation="xla")')
+
+
+def make_plan(
+    q: jax.Array, kv_pool: jax.Array, rows: Rows, spec: AttentionSpec, chip: str, *, decode: bool, is_windowed: bool
+) -> Plan:
+    """Block sizes of the decode or the prefill kernel, from shapes alone."""
+    num_tokens, num_q_heads, k_dim = q.shape
+    _, num_pages, num_kv_heads, page_size, kv_dim = kv_pool.shape
+    group = num_q_heads // num_kv_heads
+    v_start, v_stop = spec.v_slice(k_dim, kv_dim)
+    v_dim = v_stop - v_start
+    column_groups = 2 if v_dim > _MOST_COLUMNS else 1
+    num_seqs, pages_per_seq = rows.page_indices.shape
+    num_cores = chip_by_name(chip).num_cores
+    row_groups = 1 if decode or column_groups > 1 or num_tokens * group <= WARPGROUP_ROWS else 2
+    tile_rows = min(-(-group // 8) * 8, WARPGROUP_ROWS) if decode else WARPGROUP_ROWS * row_groups
+    block = 128 if kv_dim <= (128 if decode else 256) else 64
+    # Two decoding thread blocks on a core hide each other's waits, where memory and registers allow it.
+    sizes = _bytes(k_dim, v_dim, kv_dim, block=block, row_groups=row_groups)
+    stages, resident = _stages_that_fit(_capacity(2), *sizes), 2
+    if not decode or stages < 2:
+        stages, resident = _stages_that_fit(_capacity(1), *sizes), 1
+    splits = 1
+    if decode:
+        num_tiles = gpu_tiles.num_tiles_bound(num_tokens, num_seqs, group, tile_rows, decode=True)
+        context = pages_per_seq * page_size
+        wanted = max(-(-2 * resident * num_cores // (num_tiles * num_kv_heads)), context // _KEYS_OF_A_SPLIT)
+        splits = max(1, min(wanted, context // (block * _MIN_BLOCKS)))
+    return Plan(
+        num_pages=num_pages,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        group=group,
+        k_dim=k_dim,
+        v_start=v_start,
+        v_dim=v_dim,
+        tile_rows=tile_rows,
+        block=block,
+        stages=min(stages, 4),
+        splits=splits,
+        min_blocks=_MIN_BLOCKS,
+        row_groups=row_groups,
+        column_groups=column_groups,
+        is_windowed=is_windowed,
+        sm_scale=spec.sm_scale,
+        soft_cap=spec.soft_cap,
+    )
+
+
+def write_rows(
+    kv_pool: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array | None, rows: Rows, *, decode_only: bool
+) -> jax.Array:
+    """The pool with the new rows in it.
+
+    The scatter's indices name whole rows of the flattened pool: indices apart from each other would make XLA
+    transpose the pool, and copy it.
+    """
+    num_layers, num_pages, num_kv_heads, page_size, kv_dim = kv_pool.shape
+    kv = kv_rows(k, v, kv_pool.dtype)  # [num_tokens, num_kv_heads, kv_dim]
+    page, offset = locate_tokens(rows, k.shape[0], page_size, decode_only=decode_only)
+    head = jnp.arange(num_kv_heads, dtype=jnp.int32)
+    at = (((layer * num_pages + page)[:, None] * num_kv_heads + head) * page_size) + offset[:, None]
+    flat = kv_pool.reshape(math.prod(kv_pool.shape[:4]), kv_dim)
+    return flat.at[at].set(kv, mode="promise_in_bounds").reshape(kv_pool.shape)
+
+
+def _capacity(resident: int) -> int:
+    """Bytes of shared memory of a thread block, where `resident` share a core (Hopper: 228 KiB)."""
+    return 228 * 1024 // resident - _RESERVED
+
+
+def _bytes(k_dim: int, v_dim: int, kv_dim: int, *, block: int, row_groups: int) -> tuple[int, int]:
+    """Bytes of a tile's queries, and of a stage."""
+    return row_groups * WARPGROUP_ROWS * k_dim * 2, block * kv_dim * 2
+
+
+def _stages_that_fit(capacity: int, queries: int, stage: int) -> int:
+    return (capacity - _SMALL - queries) // stage
