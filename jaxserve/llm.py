@@ -207,7 +207,7 @@ class LLM:
         """Use other weights of the same shapes from now on (as `model` for live weights)."""
         self._loop.call(lambda: self._engine.update_weights(params)).result()
 
-    def named_weights(self) -> dict[str, Any]:
+    def named_weights(self) -> Mapping[str, Any]:
         """The live arrays by their Hugging Face names."""
         engine = self._engine
         return self._loop.call(lambda: named_arrays(engine.runner.weights, engine.skeleton)).result()

@@ -30,6 +30,12 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:
     return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
+def platform_of(mesh: Mesh) -> str:
+    """ "cpu", "gpu" or "tpu": what a program for the mesh is compiled for."""
+    platform = mesh.devices.flat[0].platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
 def splits_heads(config: ModelConfig, mesh: Mesh) -> bool:
     """Whether attention is split over the model axis; with heads that do not divide, each device does all."""
     return config.num_kv_heads % mesh.shape[MODEL_AXIS] == 0

@@ -2,144 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import Family
-from jaxserve.sharding import param_sharding, splits_heads, variable_axes
+from jaxserve.skeleton import ROPE_PATH, Leaf, ModelSkeleton, Row, build_skeleton, row_sharding
 from jaxserve.step import Weights
-from jaxserve_checkpoints import Checkpoint, CheckpointError
+from jaxserve_checkpoints import Checkpoint, CheckpointError, TensorRef
 
-Path = tuple[str | int, ...]
-ROPE_PATH: Path = ("rope_inv_freq",)
+__all__ = [
+    "ROPE_PATH",
+    "ModelSkeleton",
+    "build_skeleton",
+    "check_tensors",
+    "load_weights",
+    "named_arrays",
+    "rope_leaf",
+    "weights_from",
+]
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One parameter: where it sits in the module, its shape, and where it lies on the mesh."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: NamedSharding
-
-
-@dataclass(frozen=True)
-class ModelSkeleton:
-    """A family's module without values: its structure and its leaves in flattening order."""
-
-    family: Family
-    config: ModelConfig
-    graphdef: Any
-    treedef: jax.tree_util.PyTreeDef
-    leaves: tuple[Leaf, ...]
-    shard_heads: bool
-    max_seq_len: int  # fixes the frequencies of dynamic rope
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in self.leaves)
-
-
-def build_skeleton(
-    family: Family, config: ModelConfig, dtype: np.dtype, mesh: Mesh, max_seq_len: int
-) -> ModelSkeleton:
-    shard_heads = splits_heads(config, mesh)
-    # Branching to a layer's matrix costs nothing on a CPU, and a pipeline flush elsewhere.
-    unroll = mesh.devices.flat[0].platform != "cpu"
-    abstract = nnx.eval_shape(
-        lambda: family.module(config, dtype=jnp.dtype(dtype), shard_heads=shard_heads, unroll=unroll)
-    )
-    graphdef, state = nnx.split(abstract)
-    values, treedef = jax.tree.flatten(state)
-    variables = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    leaves = []
-    for (key_path, variable), value in zip(variables, values, strict=True):
-        path = tuple(key.key for key in key_path)
-        sharding = param_sharding(mesh, variable_axes(variable, value.ndim), value.shape)
-        leaves.append(Leaf(path, value.shape, np.dtype(value.dtype), sharding))
-    return ModelSkeleton(family, config, graphdef, treedef, tuple(leaves), shard_heads, max_seq_len)
-
-
 def rope_leaf(skeleton: ModelSkeleton, factors: np.ndarray | None, seq_len: int | None = None) -> np.ndarray:
-    """Inverse frequencies [head_dim / 2], divided by a GGUF file's own factors when it has them."""
-    inv_freq = skeleton.config.rope.inv_freq(seq_len or skeleton.max_seq_len)
+    """Inverse frequencies [num_ropes, head_dim / 2], divided by a GGUF file's own factors if it has them."""
+    length = seq_len or skeleton.max_seq_len
+    inv_freq = np.stack([rope.inv_freq(length) for rope in skeleton.config.ropes])
     return inv_freq if factors is None else (inv_freq / factors.reshape(-1)).astype(np.float32)
 
 
-def check_tensors(checkpoint: Checkpoint, skeleton: ModelSkeleton) -> dict[Path, str]:
-    """The tensor's name in the file for each parameter; reads headers only.
+def check_tensors(checkpoint: Checkpoint, skeleton: ModelSkeleton) -> dict[str, TensorRef]:
+    """The file's tensor for each Hugging Face name; reads headers only.
 
     Raises CheckpointError, in one line with file and tensor, for one that is missing, left over or misshapen.
     """
     family, config = skeleton.family, skeleton.config
-    table = family.name_table(config)
-    names = {p: family.gguf_name(n) if checkpoint.format == "gguf" else n for p, n in table.items()}
-    wanted = set(names.values())
-    missing = sorted(wanted - set(checkpoint.tensors))
+    gguf = family.gguf if checkpoint.format == "gguf" else None
+    wanted = [name for rows in skeleton.rows.values() for row in rows for name in row.names]
+    in_file = {name: gguf.name(name) if gguf is not None else name for name in wanted}
+    missing = sorted(set(in_file.values()) - set(checkpoint.tensors))
     if missing:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-    spare = [
-        name
-        for name in checkpoint.tensors
-        if name not in wanted and name != family.gguf_rope_factors and not family.ignored_tensor(name, config)
-    ]
+    known = {*in_file.values(), gguf.rope_factors if gguf is not None else None}
+    spare = [n for n in checkpoint.tensors if n not in known and not family.ignored_tensor(n, config)]
     if spare:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {min(spare)} has no place in {config.family} "
             f"({len(spare)} such in all)"
         )
+    refs = {name: checkpoint.tensors[n] for name, n in in_file.items()}
     for leaf in skeleton.leaves:
-        if leaf.path == ROPE_PATH:
-            continue
-        ref = checkpoint.tensors[names[leaf.path]]
-        if ref.shape != leaf.shape:
-            raise CheckpointError(
-                f"{ref.file}: tensor {ref.name} has shape {ref.shape}, expected {leaf.shape}"
-            )
-    return names
+        for row in skeleton.rows.get(leaf.path, ()):
+            expected = skeleton.file_shape(leaf, row)
+            for ref in (refs[name] for name in row.names):
+                if ref.shape != expected:
+                    raise CheckpointError(
+                        f"{ref.file}: tensor {ref.name} has shape {ref.shape}, expected {expected}"
+                    )
+    return refs
 
 
 def load_weights(
     checkpoint: Checkpoint, skeleton: ModelSkeleton, progress: Progress | None = None
 ) -> Weights:
-    """Read every tensor to its shard, two at a time. Raises CheckpointError (see `check_tensors`)."""
-    family, config = skeleton.family, skeleton.config
-    is_gguf = checkpoint.format == "gguf"
-    table = family.name_table(config)
-    file_names = check_tensors(checkpoint, skeleton)
+    """Read every tensor to its shard, two leaves at a time. Raises CheckpointError (see `check_tensors`).
 
-    def read(leaf: Leaf) -> jax.Array:
-        if leaf.path == ROPE_PATH:
-            ref = checkpoint.tensors.get(family.gguf_rope_factors or "") if is_gguf else None
-            factors = ref.read() if ref is not None else None
-            return jax.device_put(rope_leaf(skeleton, factors), leaf.sharding)
-        ref = checkpoint.tensors[file_names[leaf.path]]
+    The host holds a tensor of each, or all experts of a layer's.
+    """
+    refs = check_tensors(checkpoint, skeleton)
+    gguf = skeleton.family.gguf if checkpoint.format == "gguf" else None
+    lock, done, total = threading.Lock(), 0, len(refs)
+
+    def read(name: str) -> np.ndarray:
+        ref = refs[name]
         value = ref.read()
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise CheckpointError(f"{ref.file}: tensor {ref.name} holds {value.dtype}, expected floats")
-        if is_gguf:
-            value = family.from_gguf(table[leaf.path], value, config)
-        return jax.device_put(value.astype(leaf.dtype, copy=False), leaf.sharding)
+        return value if gguf is None else gguf.value(name, value, skeleton.config)
 
-    leaves = []
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="load") as pool:
-        for done, array in enumerate(pool.map(read, skeleton.leaves), start=1):
-            leaves.append(array)
+    def read_row(leaf: Leaf, row: Row) -> np.ndarray:
+        nonlocal done
+        if row.of_experts:
+            shape = leaf.shape if row.layer is None else leaf.shape[1:]
+            value = np.empty(shape, leaf.dtype)
+            for e, name in enumerate(row.names):
+                value[e] = _as_leaf(leaf, read(name))
+        else:
+            value = _as_leaf(leaf, read(row.names[0])).astype(leaf.dtype, copy=False)
+        with lock:
+            done += len(row.names)
             if progress is not None:
-                progress(done, len(skeleton.leaves))
-    return tuple(leaves)
+                progress(done, total)
+        return value
+
+    def load(leaf: Leaf) -> jax.Array:
+        if leaf.path == ROPE_PATH:
+            factors = checkpoint.tensors.get(gguf.rope_factors or "") if gguf is not None else None
+            value = rope_leaf(skeleton, None if factors is None else factors.read())
+            return jax.device_put(value, leaf.sharding)
+        return _fill(leaf, [functools.partial(read_row, leaf, row) for row in skeleton.rows[leaf.path]])
+
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="load") as pool:
+        return tuple(pool.map(load, skeleton.leaves))
+
+
+def _as_leaf(leaf: Leaf, value: Any) -> Any:
+    """A tensor as files have it -> as the leaf has it, and back."""
+    return value.swapaxes(-1, -2) if leaf.transposed else value
+
+
+def _fill(leaf: Leaf, rows: Sequence[Callable[[], Any]]) -> jax.Array:
+    """A leaf from its one value, or from one for each layer, which are written into it one after another."""
+    if len(rows) == 1 and not _is_stacked(leaf):
+        return jax.device_put(rows[0](), leaf.sharding)
+    zeros, put = _stack_programs(leaf.shape, leaf.dtype, leaf.sharding)
+    stack = zeros()
+    for i, row in enumerate(rows):
+        stack = put(stack, jax.device_put(row(), row_sharding(leaf)), np.int32(i))
+        stack.block_until_ready()  # so that the host never holds more than the row under way
+    return stack
+
+
+def _is_stacked(leaf: Leaf) -> bool:
+    return leaf.path[0] == "layers" and not isinstance(leaf.path[1], int)
+
+
+@functools.lru_cache(maxsize=64)
+def _stack_programs(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+) -> tuple[Callable[[], jax.Array], Callable[[jax.Array, jax.Array, np.int32], jax.Array]]:
+    """Make a stacked leaf, and write layer i of it in place."""
+
+    def put(stack: jax.Array, row: jax.Array, i: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, row, i, axis=0)
+
+    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    return zeros, jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
 def weights_from(model: Any, skeleton: ModelSkeleton) -> Weights:
@@ -153,42 +159,81 @@ def weights_from(model: Any, skeleton: ModelSkeleton) -> Weights:
     if isinstance(model, nnx.State):
         pairs = jax.tree.leaves_with_path(model)
         # A leaf's path ends in the variable's own "value" attribute, which has no `.key`.
-        found = {tuple(k.key for k in path if hasattr(k, "key")): value for path, value in pairs}
+        by_path = {tuple(k.key for k in path if hasattr(k, "key")): value for path, value in pairs}
+
+        def find(leaf: Leaf, row: Row) -> Any:
+            return by_path.get(row.path)
     elif isinstance(model, Mapping):
-        found = _by_names(model, skeleton)
+        by_path = {}
+        known = {name for rows in skeleton.rows.values() for row in rows for name in row.names}
+        family, config = skeleton.family, skeleton.config
+        spare = [n for n in model if n not in known and not family.ignored_tensor(n, config)]
+        if spare:
+            raise ConfigError(f"parameter {min(spare)} has no place in {config.family}")
+
+        def find(leaf: Leaf, row: Row) -> Any:
+            if any(name not in model for name in row.names):
+                return None
+            values = [_as_leaf(leaf, model[name]) for name in row.names]
+            return jnp.stack(values) if row.of_experts else values[0]
     else:
         raise ConfigError(
             f"model must be an nnx.Module, an nnx.State or named arrays, got {type(model).__name__}"
         )
-    found[ROPE_PATH] = rope_leaf(skeleton, None)
-    return tuple(_place(leaf, found) for leaf in skeleton.leaves)
+
+    def place(leaf: Leaf) -> jax.Array:
+        if leaf.path == ROPE_PATH:
+            return jax.device_put(rope_leaf(skeleton, None), leaf.sharding)
+        if leaf.path in by_path:
+            label = ".".join(str(part) for part in leaf.path)
+            return jax.device_put(_checked(leaf, leaf.shape, label, by_path[leaf.path]), leaf.sharding)
+
+        def row_value(row: Row) -> Any:
+            shape = leaf.shape if row.layer is None else leaf.shape[1:]
+            return _checked(leaf, shape, row.label, find(leaf, row))
+
+        return _fill(leaf, [functools.partial(row_value, row) for row in skeleton.rows[leaf.path]])
+
+    return tuple(place(leaf) for leaf in skeleton.leaves)
 
 
-def _by_names(arrays: Mapping[str, Any], skeleton: ModelSkeleton) -> dict[Path, Any]:
-    table = skeleton.family.name_table(skeleton.config)
-    by_name = {name: path for path, name in table.items()}
-    spare = [n for n in arrays if n not in by_name and not skeleton.family.ignored_tensor(n, skeleton.config)]
-    if spare:
-        raise ConfigError(f"parameter {min(spare)} has no place in {skeleton.config.family}")
-    return {by_name[name]: value for name, value in arrays.items() if name in by_name}
-
-
-def _place(leaf: Leaf, found: Mapping[Path, Any]) -> jax.Array:
-    name = ".".join(str(part) for part in leaf.path)
-    if leaf.path not in found:
-        raise ConfigError(f"parameter {name} is missing")
-    value = found[leaf.path]
-    if value.shape != leaf.shape:
-        raise ConfigError(f"parameter {name} has shape {value.shape}, expected {leaf.shape}")
+def _checked(leaf: Leaf, shape: tuple[int, ...], label: str, value: Any) -> Any:
+    """A live value of the leaf's type. Raises ConfigError that names the parameter which does not fit."""
+    if value is None:
+        raise ConfigError(f"parameter {label} is missing")
+    if value.shape != shape:
+        raise ConfigError(f"parameter {label} has shape {value.shape}, expected {shape}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ConfigError(f"parameter {name} holds {value.dtype}, expected floats")
-    if value.dtype != leaf.dtype:
-        value = value.astype(leaf.dtype)
-    return jax.device_put(value, leaf.sharding)
+        raise ConfigError(f"parameter {label} holds {value.dtype}, expected floats")
+    return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
 
 
-def named_arrays(weights: Iterable[jax.Array], skeleton: ModelSkeleton) -> dict[str, jax.Array]:
-    """Hugging Face tensor names to the live arrays (the inverse of `weights_from` for named arrays)."""
-    table = skeleton.family.name_table(skeleton.config)
-    pairs: Sequence[tuple[Leaf, jax.Array]] = list(zip(skeleton.leaves, weights, strict=True))
-    return {table[leaf.path]: array for leaf, array in pairs if leaf.path != ROPE_PATH}
+class NamedArrays(Mapping[str, jax.Array]):
+    """Hugging Face tensor names to the live arrays.
+
+    Where a leaf holds several tensors, each is sliced out when it is asked for: all at once would take as
+    much memory again.
+    """
+
+    def __init__(self, weights: Weights, skeleton: ModelSkeleton) -> None:
+        self._found: dict[str, tuple[jax.Array, Leaf, tuple[int, ...]]] = {}
+        for leaf, array in zip(skeleton.leaves, weights, strict=True):
+            for row in skeleton.rows.get(leaf.path, ()):
+                layer = () if row.layer is None else (row.layer,)
+                for e, name in enumerate(row.names):
+                    self._found[name] = (array, leaf, (*layer, e) if row.of_experts else layer)
+
+    def __getitem__(self, name: str) -> jax.Array:
+        array, leaf, index = self._found[name]
+        return _as_leaf(leaf, array[index] if index else array)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def named_arrays(weights: Weights, skeleton: ModelSkeleton) -> NamedArrays:
+    """The live arrays by name (the inverse of `weights_from` for named arrays)."""
+    return NamedArrays(weights, skeleton)

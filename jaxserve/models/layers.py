@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.config import Activation, ModelConfig
+
 MODEL_AXIS = "model"
 
 # Up to this many tokens `W @ x.T` beats `x @ W.T` on CPUs (2-3x at 4 to 32 tokens): XLA then walks the big
@@ -28,8 +30,8 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
 class LayerWeight:
     """The weight of layer `index` (traced) among those of all layers: stands in for an array in a loop.
 
-    A matrix is never sliced out of a stack, which would copy it, every layer, every step: `linear` branches
-    to a product with the right one instead.
+    A matrix is never sliced out of a stack, which would copy it, every layer, every step: `with_weights`
+    branches to a computation with the right one instead.
     """
 
     def __init__(self, arrays: Sequence[jax.Array], index: jax.Array) -> None:
@@ -39,6 +41,20 @@ class LayerWeight:
     def __getitem__(self, key: Any) -> jax.Array | LayerWeight:
         """`weight[...]`, as of a parameter: vectors are small enough to be stacked and sliced."""
         return jnp.stack(self.arrays)[self.index] if self.arrays[0].ndim == 1 else self
+
+
+Weight = jax.Array | LayerWeight
+
+
+def with_weights(fn: Callable[..., jax.Array], weights: Sequence[Weight], *args: jax.Array) -> jax.Array:
+    """fn(*weights, *args), where the weights may be those of a traced layer."""
+    looped = [w for w in weights if isinstance(w, LayerWeight)]
+    if not looped:
+        return fn(*weights, *args)
+    assert len(looped) == len(weights)
+    by_layer = zip(*(w.arrays for w in looped), strict=True)
+    branches = [functools.partial(fn, *arrays) for arrays in by_layer]
+    return jax.lax.switch(looped[0].index, branches, *args)
 
 
 def loop_layers(layers: nnx.List, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
@@ -58,14 +74,32 @@ def loop_layers(layers: nnx.List, body: Callable[[Any, Any, Any], Any], carry: A
     return jax.lax.fori_loop(0, len(by_layer), one, carry)
 
 
-def linear(x: jax.Array, weight: jax.Array | LayerWeight, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def stack_layers(layer: nnx.Module, num_layers: int) -> None:
+    """Make each parameter of `layer` [num_layers, ...]: those of all the (alike) layers."""
+    for _, param in nnx.iter_graph(layer):
+        if isinstance(param, nnx.Param):
+            param.set_value(jnp.zeros((num_layers, *param.shape), param.dtype))
+            param.set_metadata("mesh_axes", (None, *param.get_metadata("mesh_axes")))
+
+
+def scan_layers(layers: nnx.Module, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    """`loop_layers` over a module whose parameters are stacked (`stack_layers`).
+
+    TPU and GPU compilers let a product read its matrix in the stack, without copying it out.
+    """
+    graphdef, state = nnx.split(layers)
+    num_layers = jax.tree.leaves(state)[0].shape[0]
+
+    def one(i: jax.Array, carry: Any) -> Any:
+        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), state)
+        return body(nnx.merge(graphdef, own), i, carry)
+
+    return jax.lax.fori_loop(0, num_layers, one, carry)
+
+
+def linear(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x [num_tokens, in] times weight [out, in] -> [num_tokens, out], accumulated in float32."""
-    if isinstance(weight, LayerWeight):
-        branches = [functools.partial(_dot, array) for array in weight.arrays]
-        y = jax.lax.switch(weight.index, branches, x)
-    else:
-        y = _dot(weight, x)
-    return y.astype(out_dtype or x.dtype)
+    return with_weights(_dot, [weight], x).astype(out_dtype or x.dtype)
 
 
 def _dot(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -80,9 +114,14 @@ def _dot(weight: jax.Array, x: jax.Array) -> jax.Array:
     return y.T if few else y
 
 
-def sharded_param(shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...]) -> nnx.Param:
-    """A parameter of zeros (its values come from a checkpoint) that knows its mesh axes."""
-    return nnx.Param(jnp.zeros(shape, dtype), mesh_axes=axes)
+def sharded_param(
+    shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...], *, transposed: bool = False
+) -> nnx.Param:
+    """A parameter of zeros (its values come from a checkpoint) that knows its mesh axes.
+
+    `transposed`: its last two dimensions are the other way round in files.
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), mesh_axes=axes, transposed=transposed)
 
 
 class Linear(nnx.Module):
@@ -101,16 +140,25 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm (Zhang & Sennrich, 2019, arXiv:1910.07467), computed in float32."""
+    """Root mean square norm (Zhang & Sennrich, 2019, arXiv:1910.07467), computed in float32.
 
-    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype) -> None:
+    `unit_offset`: as Gemma has it, x is multiplied by 1 + weight before it is rounded to its own type.
+    """
+
+    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype, unit_offset: bool = False) -> None:
         self.weight = sharded_param((size,), dtype, (None,))  # [size]
         self.eps = eps
+        self.unit_offset = unit_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., size] -> the same."""
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-        return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype) * self.weight[...][None, :]
+        normed = x32 * jax.lax.rsqrt(variance + self.eps)
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.unit_offset:
+            return (normed * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * weight
 
 
 class Embedding(nnx.Module):
@@ -124,3 +172,22 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         return linear(hidden, self.weight[...], jnp.float32)  # [num_rows, vocab]
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The gate's nonlinearity, by its name in `ModelConfig`."""
+    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+class MLP(nnx.Module):
+    """down(activation(gate x) * up x) (gated linear units: Shazeer, 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+        h, i, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(h, i, bias=bias, dtype=dtype, shard="out")
+        self.up_proj = Linear(h, i, bias=bias, dtype=dtype, shard="out")
+        self.down_proj = Linear(i, h, bias=bias, dtype=dtype, shard="in")
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(activate(self.gate_proj(x), self.activation) * self.up_proj(x))

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve import LLM, SamplingParams
 from tests.jaxserve.tiny import GOLDENS
 
-ARCH = sorted(p.name for p in (GOLDENS / "arch").glob("llama*"))
+ARCH = sorted(p.name for p in (GOLDENS / "arch").iterdir())
 GGUF = sorted(p.name for p in (GOLDENS / "gguf").iterdir())
 
 

@@ -1,0 +1,88 @@
+"""Grouped-query attention of a layer: projections, norms of heads, rotary positions, `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.layers import Linear, RMSNorm
+from jaxserve.models.rope import apply_rope
+
+Layout = Literal["looped", "stacked", "unrolled"]
+NO_WINDOW = 2**30  # a window longer than any context
+
+
+class AttendFn(Protocol):
+    """Write a layer's new keys and values into the pool, then attend over it."""
+
+    def __call__(
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,  # [num_tokens, num_heads, head_dim]
+        k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
+        v: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
+        kv_pool: jax.Array,
+        window: int | jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]: ...  # [num_tokens, num_heads, head_dim], pool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's arrays lie, and what its program is compiled for.
+
+    `shard_heads` splits attention over the model axis; without it every device computes all heads (what a
+    head count that the axis does not divide needs), while MLP and vocabulary are split all the same.
+    `layout`: "unrolled" writes every layer out in the program. "looped" and "stacked" are one loop over the
+    layers: over parameters of each layer, or over parameters that hold those of all layers.
+    """
+
+    mesh: Mesh | None = None  # None: one device
+    platform: str = "cpu"
+    shard_heads: bool = True
+    layout: Layout = "unrolled"
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """What a layer is told of its place in the model."""
+
+    index: int | jax.Array
+    rope: tuple[jax.Array, jax.Array]  # cos and sin, float32 [num_tokens, head_dim / 2]
+    window: int | jax.Array | None
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, placement: Placement) -> None:
+        h, d = config.hidden_size, config.head_dim
+        out, inp = ("out", "in") if placement.shard_heads else (None, None)
+        kw: Mapping[str, Any] = {"dtype": dtype}
+        self.q_proj = Linear(h, config.num_heads * d, bias=config.qkv_bias, shard=out, **kw)
+        self.k_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=out, **kw)
+        self.v_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=out, **kw)
+        self.o_proj = Linear(config.num_heads * d, h, bias=config.o_bias, shard=inp, **kw)
+        norm: Mapping[str, Any] = {"dtype": dtype, "unit_offset": config.unit_offset_norms}
+        self.q_norm = RMSNorm(d, config.rms_norm_eps, **norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(d, config.rms_norm_eps, **norm) if config.qk_norm else None
+        self.head_dim = d
+
+    def __call__(
+        self, x: jax.Array, place: LayerPlace, attend: AttendFn, kv_pool: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [num_tokens, hidden] -> the same, and the pool."""
+        num_tokens = x.shape[0]
+        q = self.q_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads, head_dim]
+        k = self.k_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_kv_heads, head_dim]
+        v = self.v_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_kv_heads, head_dim]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, *place.rope), apply_rope(k, *place.rope)
+        window = {} if place.window is None else {"window": place.window}
+        out, kv_pool = attend(place.index, q, k, v, kv_pool, **window)
+        return self.o_proj(out.reshape(num_tokens, -1)), kv_pool
