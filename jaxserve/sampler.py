@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 MAX_LOGPROBS = 20
 _GREEDY_BELOW = 1e-5  # a temperature under this is 0: dividing by it would overflow
@@ -82,6 +84,76 @@ def sample(
     token_ids = jnp.where(is_random, drawn, greedy)
     details = jax.lax.cond(inputs.wants_logprobs.any(), token_logprobs, _no_logprobs, raw, token_ids)
     return Sampled(token_ids, *details)
+
+
+def sample_over_mesh(
+    mesh: Mesh,
+    axis: str,
+    logits: jax.Array,
+    inputs: SamplingInputs,
+    slot: jax.Array,
+    token_table: jax.Array,
+    bias_table: jax.Array,
+) -> Sampled:
+    """`sample` with the rows dealt out over `axis`, whose devices hold a part of the vocabulary each.
+
+    A device then has its rows' logits whole: one exchange of logits in, one gather of results out, and an
+    n-th of the work and of the memory, where sampling across the split vocabulary would talk in every
+    reduction of every filter. Everything else comes in and goes out whole: a split by rows that the
+    partitioner saw, it would carry back into the layers.
+    """
+    num_devices, (num_rows, vocab) = mesh.shape[axis], logits.shape
+    if num_devices == 1:
+        return sample(logits, inputs, slot, token_table, bias_table)
+    rows_each = -(-num_rows // num_devices)
+    spare = rows_each * num_devices - num_rows  # rows that repeat the last one
+    is_split = vocab % num_devices == 0  # as `jaxserve.sharding` does with the output matrix
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, spare), *((0, 0),) * (x.ndim - 1)), mode="edge")
+
+    def own_rows(x: jax.Array) -> jax.Array:
+        start = jax.lax.axis_index(axis) * rows_each
+        return jax.lax.dynamic_slice_in_dim(pad(x), start, rows_each)
+
+    def sample_rows(
+        logits: jax.Array,  # [num_rows, vocab / num_devices]
+        inputs: SamplingInputs,
+        slot: jax.Array,
+        token_table: jax.Array,
+        bias_table: jax.Array,
+    ) -> Sampled:
+        if is_split:
+            logits = jax.lax.all_to_all(pad(logits), axis, split_axis=0, concat_axis=1, tiled=True)
+        else:
+            logits = own_rows(logits)
+        inputs, slot = jax.tree.map(own_rows, (inputs, slot))
+        return _gather(sample(logits, inputs, slot, token_table, bias_table), axis, num_rows)
+
+    whole = PartitionSpec()
+    vocab_split = PartitionSpec(None, axis if is_split else None)
+    fn = jax.shard_map(
+        sample_rows,
+        mesh=mesh,
+        in_specs=(vocab_split, whole, whole, whole, whole),
+        out_specs=whole,
+        check_vma=False,
+    )
+    return fn(logits, inputs, slot, token_table, bias_table)
+
+
+def _gather(sampled: Sampled, axis: str, num_rows: int) -> Sampled:
+    """The first `num_rows` rows of all devices' results; packed, so that it is one transfer."""
+    columns = [jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1), jnp.int32) for x in sampled]
+    packed = jax.lax.all_gather(jnp.concatenate(columns, axis=1), axis, tiled=True)[:num_rows]
+    ends = np.cumsum([column.shape[1] for column in columns])[:-1]
+    parts = jnp.split(packed, ends, axis=1)
+    return Sampled(
+        *(
+            jax.lax.bitcast_convert_type(part, x.dtype).reshape(num_rows, *x.shape[1:])
+            for part, x in zip(parts, sampled, strict=True)
+        )
+    )
 
 
 def token_logprobs(
