@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, loading
+from jaxserve.skeleton import build_skeleton
 from tests.jaxserve.tiny import GOLDENS
 
 ARCH = sorted(p.name for p in (GOLDENS / "arch").iterdir())
@@ -100,11 +102,63 @@ def test_a_sharded_bfloat16_checkpoint_equals_its_values_in_float32(tmp_path: Pa
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["llama_gqa", "llama_rope_llama3"])
-def test_tensor_parallel_gives_the_same_tokens(name: str) -> None:
-    """llama_gqa splits its heads over two devices; llama_rope_llama3 has one kv head: all on each."""
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [
+        ("llama_gqa", 2),
+        ("llama_rope_llama3", 2),  # one kv head: every device computes all heads
+        ("qwen3", 2),
+        ("qwen3_moe", 2),
+        ("qwen3_moe", 4),  # six experts: every device computes all
+        ("gemma3_text", 2),
+    ],
+)
+def test_tensor_parallel_gives_the_same_tokens(name: str, num_devices: int) -> None:
     pack = GOLDENS / "arch" / name
-    with load(pack, tensor_parallel_size=2) as llm:
+    with load(pack, tensor_parallel_size=num_devices) as llm:
+        check(llm, pack, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [("llama_bias_tied", 1), ("qwen3", 2), ("qwen3_moe", 1), ("qwen3_moe", 2), ("gemma3_text", 1)],
+)
+def test_stacked_layers_give_the_same_tokens(
+    name: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout that accelerators use."""
+    monkeypatch.setattr(loading, "build_skeleton", functools.partial(build_skeleton, layout="stacked"))
+    pack = GOLDENS / "arch" / name
+    with load(pack, tensor_parallel_size=num_devices) as llm:
+        check(llm, pack, atol=1e-4)
+        named = {n: np.asarray(v) for n, v in llm.named_weights().items()}
+        files = load_file(pack / "model.safetensors")
+        assert {n for n in files if n in named} == set(named)
+        for n, value in named.items():
+            np.testing.assert_array_equal(value, files[n])
+        ids = next(prompts(pack))[0]
+        before = llm.logits(ids)
+        llm.update_weights({n: -v if "up_proj" in n else v for n, v in named.items()})
+        assert not np.array_equal(llm.logits(ids), before)
+        llm.update_weights(named)
+        np.testing.assert_array_equal(llm.logits(ids), before)
+
+
+def test_a_gemma3_with_an_image_encoder_is_served_as_text(tmp_path: Path) -> None:
+    pack = GOLDENS / "arch" / "gemma3_text"
+    text = json.loads((pack / "config.json").read_text())
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+        "mm_tokens_per_image": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arrays = {f"language_model.{n}": v for n, v in load_file(pack / "model.safetensors").items()}
+    arrays["vision_tower.vision_model.post_layernorm.weight"] = np.zeros(8, np.float32)
+    save_file(arrays, tmp_path / "model.safetensors")
+    with load(tmp_path) as llm:
         check(llm, pack, atol=1e-4)
 
 
