@@ -16,6 +16,7 @@ SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
         "gpu": ("xla_loop", "xla", "reference"),
         "tpu": ("xla", "xla_loop", "reference"),
     },
+    "quantized_matmul": dict.fromkeys(PLATFORMS, ("xla", "reference")),
 }
 # Implementations that some chips of their platform cannot run.
 CHIPS: dict[str, tuple[str, ...]] = {"mosaic_gpu": ("h100", "h200")}

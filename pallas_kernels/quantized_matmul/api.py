@@ -1,0 +1,42 @@
+"""`quantized_matmul`: the public function; the implementations live beside it."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.quantized_matmul.reference import reference_quantized_matmul
+from pallas_kernels.quantized_matmul.validate import validate
+from pallas_kernels.quantized_matmul.weight import QuantizedWeight
+from pallas_kernels.quantized_matmul.xla import xla_quantized_matmul
+from pallas_kernels.support import resolve
+
+_IMPLEMENTATIONS = {"reference": reference_quantized_matmul, "xla": xla_quantized_matmul}
+
+
+def quantized_matmul(
+    x: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    platform: str,
+    chip: str | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """x times a weight of integers: y = sum over g of scales[g] * (x_g . values[g] - zeros[g] * sum(x_g)).
+
+    Args:
+        x: bfloat16 or float32 [num_tokens, in].
+        weight: as `pack` lays it out for the platform.
+        platform: "cpu", "gpu" or "tpu": the target, never asked of the running process.
+        chip: the target's name in `chips`, if known.
+        implementation: "auto", "xla" or "reference".
+
+    Returns:
+        [num_tokens, out] in x's dtype. Sums are float32; dequantised values are rounded to x's dtype.
+
+    Raises:
+        NotImplementedError: the named implementation does not run on the platform or chip.
+        ValueError: shapes or dtypes do not fit together.
+    """
+    validate(x, weight, platform=platform)
+    name = resolve("quantized_matmul", platform, implementation, chip=chip)
+    return _IMPLEMENTATIONS[name](x, weight, platform=platform)
