@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
-from pallas_kernels.pool_layout import page_bytes, pool_shape
+from pallas_kernels.pool_layout import page_bytes, pool_shape, row_dim
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class PoolSpec:
 
     @property
     def num_bytes(self) -> int:
-        layers, pages, heads, page_size, kv_dim = self.shape
-        return pages * page_bytes(layers, heads, page_size, kv_dim, self.dtype)
+        layers, pages, heads, page_size, row = self.shape
+        return pages * page_bytes(layers, heads, page_size, row, self.dtype)
 
 
 def default_page_size(max_model_len: int) -> int:
@@ -53,13 +53,14 @@ def plan_pool(
     budget_bytes: int,
     max_num_seqs: int,
     max_model_len: int,
+    platform: str = "cpu",
 ) -> PoolSpec:
     """The pool: `num_pages` if given, else what the budget holds; never more than can be used.
 
     Raises ConfigError when that is too small for a single token.
     """
-    kv_dim = 2 * config.head_dim
-    each = page_bytes(config.num_layers, config.num_kv_heads, page_size, kv_dim, dtype)
+    row = row_dim(2 * config.head_dim, platform)
+    each = page_bytes(config.num_layers, config.num_kv_heads, page_size, row, dtype)
     useful = max_num_seqs * -(-max_model_len // page_size) + 1
     num_pages = min(budget_bytes // each if num_pages is None else num_pages, useful)
     if num_pages < 2:
@@ -67,5 +68,5 @@ def plan_pool(
             f"the KV pool would have {num_pages} pages of {each:,} bytes; it needs 2 or more "
             "(raise --kv-cache-memory or --memory-utilization, or lower --page-size)"
         )
-    shape = pool_shape(config.num_layers, num_pages, config.num_kv_heads, page_size, kv_dim)
+    shape = pool_shape(config.num_layers, num_pages, config.num_kv_heads, page_size, row)
     return PoolSpec(shape, np.dtype(dtype), config.hidden_size)

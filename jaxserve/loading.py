@@ -12,27 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxserve.capacity import choose_attention, choose_dtype, choose_limits, make_spec, pool_budget
 from jaxserve.chat_template import load_chat_template
 from jaxserve.compilation import use_compilation_cache
 from jaxserve.engine import EngineConfig, LLMEngine
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
 from jaxserve.model_runner import ModelRunner
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_by_name, family_of, read_model
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerConfig
-from jaxserve.sharding import make_mesh
-from jaxserve.step import StepSpec, Weights
+from jaxserve.scheduler import Scheduler
+from jaxserve.sharding import make_mesh, platform_of
+from jaxserve.step import Weights
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import ModelSkeleton, build_skeleton, check_tensors, load_weights, weights_from
 from jaxserve_checkpoints import Checkpoint, open_checkpoint, resolve_model
 from pallas_kernels.chips import chip_of_device_kind
-from pallas_kernels.support import resolve
 
 log = logging.getLogger("jaxserve")
 Report = Callable[[str], None]
@@ -63,7 +62,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     devices = _devices(args.platform)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
     chip = chip_of_device_kind(devices[0].device_kind)
-    implementation = _attention(args, platform, chip)
+    implementation = choose_attention(args, platform, chip)
     cache = Path(args.compilation_cache_dir) if args.compilation_cache_dir else cache_directory() / "xla"
     use_compilation_cache(cache)
 
@@ -73,9 +72,9 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         family, config = read_model(checkpoint)
     else:
         family, config = _live_config(live)
-    dtype = _dtype(args, live, platform)
+    dtype = choose_dtype(args, platform)
     mesh = make_mesh(devices, args.tensor_parallel_size)
-    limits, pool = _limits(args, config, dtype, devices, platform)
+    limits, pool = choose_limits(args, config, dtype, platform, _budget(args, config, dtype, mesh))
     skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len)
 
     name = args.model if live is None else "live"
@@ -91,17 +90,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     )
     scheduler = Scheduler(limits, name)
 
-    spec = StepSpec(
-        graphdef=skeleton.graphdef,
-        treedef=skeleton.treedef,
-        mesh=mesh,
-        shard_heads=skeleton.shard_heads,
-        sm_scale=config.attention_scale or config.head_dim**-0.5,
-        soft_cap=config.attention_soft_cap,
-        platform=platform,
-        chip=chip,
-        attention_implementation=implementation,
-    )
+    spec = make_spec(skeleton, mesh, chip, implementation)
     if checkpoint is not None:
         check_tensors(checkpoint, skeleton)
     runner = ModelRunner(spec, skeleton, pool, limits)
@@ -148,19 +137,6 @@ def _devices(platform: str | None) -> list[jax.Device]:
         raise ConfigError(f"platform {platform}: {str(error).splitlines()[0]}") from error
 
 
-def _attention(args: EngineArgs, platform: str, chip: str | None) -> str:
-    try:
-        return resolve("ragged_paged_attention", platform, args.attention_implementation, chip=chip)
-    except NotImplementedError as error:
-        raise ConfigError(f"attention_implementation: {error}") from error
-
-
-def _dtype(args: EngineArgs, live: Live | None, platform: str) -> np.dtype:
-    if args.dtype != "auto":
-        return np.dtype(jnp.dtype(args.dtype))
-    return np.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
-
-
 def _live_config(live: Live) -> tuple[Family, ModelConfig]:
     if isinstance(live.config, ModelConfig):
         return family_by_name(live.config.family), live.config
@@ -168,60 +144,18 @@ def _live_config(live: Live) -> tuple[Family, ModelConfig]:
     return family, family.config_from_hf(live.config)
 
 
-def _limits(
-    args: EngineArgs, config: ModelConfig, dtype: np.dtype, devices: list[jax.Device], platform: str
-) -> tuple[SchedulerConfig, PoolSpec]:
-    is_cpu = platform == "cpu"
-    max_num_seqs = args.max_num_seqs or (32 if is_cpu else 256)
-    max_model_len = args.max_model_len or config.max_position_embeddings
-    if max_model_len > config.max_position_embeddings and config.rope.rope_type != "dynamic":
-        raise ConfigError(
-            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
-            f"{config.max_position_embeddings}"
-        )
-    page_size = args.page_size or default_page_size(max_model_len)
-    kv_dtype = dtype if args.kv_cache_dtype == "auto" else np.dtype(jnp.dtype(args.kv_cache_dtype))
-    pool = plan_pool(
-        config,
-        dtype=kv_dtype,
-        page_size=page_size,
-        num_pages=args.num_pages,
-        budget_bytes=_budget(args, config, dtype, devices[: args.tensor_parallel_size], is_cpu),
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-    )
-    if args.max_model_len is None:
-        max_model_len = min(max_model_len, pool.num_tokens)
-    tokens = args.max_num_batched_tokens or (512 if is_cpu else 2048)
-    limits = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(tokens, 1),
-        max_model_len=max_model_len,
-        page_size=page_size,
-        num_pages=pool.num_pages,
-        enable_prefix_caching=args.enable_prefix_caching,
-        enable_chunked_prefill=args.enable_chunked_prefill,
-        policy="priority" if args.scheduling_policy == "priority" else "fcfs",
-        scheduler_delay=args.scheduler_delay,
-        max_queue=args.max_queue,
-    )
-    return limits, pool
-
-
-def _budget(
-    args: EngineArgs, config: ModelConfig, dtype: np.dtype, devices: list[jax.Device], is_cpu: bool
-) -> int:
+def _budget(args: EngineArgs, config: ModelConfig, dtype: np.dtype, mesh: Mesh) -> int:
     """Bytes of the pool over all devices."""
     if args.kv_cache_memory is not None:
         return args.kv_cache_memory
-    if is_cpu:
+    if platform_of(mesh) == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(total * (args.memory_utilization or 0.05))
-    stats = devices[0].memory_stats() or {}
+    stats = mesh.devices.flat[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError("this device does not tell its memory size: give --kv-cache-memory or --num-pages")
-    share = int(stats["bytes_limit"] * (args.memory_utilization or 0.9)) * len(devices)
-    return max(0, share - config.num_parameters * dtype.itemsize)
+    weights = config.num_parameters * dtype.itemsize // mesh.size
+    return pool_budget(args, config, mesh, stats["bytes_limit"], weights)
 
 
 def _weights(

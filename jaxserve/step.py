@@ -36,6 +36,7 @@ class StepSpec:
     treedef: jax.tree_util.PyTreeDef
     mesh: Mesh
     shard_heads: bool
+    head_dim: int
     sm_scale: float
     soft_cap: float | None
     platform: str
@@ -52,7 +53,7 @@ def make_step(spec: StepSpec, bucket: Bucket) -> Callable[..., Any]:
 
     def step(
         weights: Weights,
-        kv_pool: jax.Array,  # [num_layers, num_pages, num_kv_heads, page_size, kv_dim]
+        kv_pool: jax.Array,  # [num_layers, num_pages, num_kv_heads, page_size, row_dim]
         token_table: jax.Array,  # int32 [num_slots + 1, max_model_len]
         bias_table: jax.Array,  # float32 [num_slots + 1, vocab]
         ints: jax.Array,  # int32 [num_rows, INT_COLUMNS + pages_per_seq]
@@ -97,7 +98,9 @@ def _locate(inputs: StepInputs, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
 
 def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
     """Write the step's K and V, then attend; over the model axis each device has its own heads."""
-    attention = AttentionSpec(spec.sm_scale, soft_cap=spec.soft_cap, decode_only=bucket.decode_only)
+    attention = AttentionSpec(
+        spec.sm_scale, soft_cap=spec.soft_cap, v_dim=spec.head_dim, decode_only=bucket.decode_only
+    )
     rows = Rows(inputs.kv_lens, inputs.page_indices, inputs.cu_q_lens)
 
     def local(

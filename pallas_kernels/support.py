@@ -10,7 +10,11 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 # operation -> platform -> implementations, the preferred one first
 SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
-    "ragged_paged_attention": dict.fromkeys(PLATFORMS, ("xla", "reference")),
+    "ragged_paged_attention": {
+        "cpu": ("xla", "reference"),
+        "gpu": ("xla", "reference"),
+        "tpu": ("mosaic_tpu", "xla", "reference"),
+    },
     "grouped_matmul": {
         "cpu": ("xla_loop", "xla", "reference"),
         "gpu": ("xla_loop", "xla", "reference"),

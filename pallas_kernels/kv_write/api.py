@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from pallas_kernels.ragged_paged_attention.types import Rows
 
 
-def kv_rows(k: jax.Array, v: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """The pool's rows, [num_tokens, num_kv_heads, kv_dim], of k and v (None in latent form).
+def kv_rows(k: jax.Array, v: jax.Array | None, dtype: jnp.dtype, row_dim: int | None = None) -> jax.Array:
+    """The pool's rows, [num_tokens, num_kv_heads, row_dim], of k and v (None in latent form).
 
+    row_dim None: as long as K and V; more is filled with zeros.
     Values past what `dtype` can hold are clamped: a cast to float8_e4m3fn would make them NaN.
     """
     kv = k if v is None else jnp.concatenate([k, v], axis=-1)
+    if row_dim is not None:
+        kv = jnp.pad(kv, [(0, 0)] * (kv.ndim - 1) + [(0, row_dim - kv.shape[-1])])
     dtype = jnp.dtype(dtype)
     if dtype.itemsize > 1:
         return kv.astype(dtype)
@@ -46,9 +49,9 @@ def write_kv(
     """Write each token's row at (pages[t], offsets[t]) of `layer`; returns the pool.
 
     Args:
-        kv_pool: [num_layers, num_pages, num_kv_heads, page_size, kv_dim]; donate it, else it is copied.
+        kv_pool: [num_layers, num_pages, num_kv_heads, page_size, row_dim]; donate it, else it is copied.
         layer: which layer's part of the pool.
-        kv: [num_tokens, num_kv_heads, kv_dim] in the pool's dtype (see `kv_rows`).
+        kv: [num_tokens, num_kv_heads, row_dim] in the pool's dtype (see `kv_rows`).
         pages: int32 [num_tokens]; padding tokens name page 0.
         offsets: int32 [num_tokens], in [0, page_size).
     """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.kv_write import kv_rows, locate_tokens, write_kv
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
+from pallas_kernels.ragged_paged_attention.tpu import mosaic_tpu_attention
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 from pallas_kernels.ragged_paged_attention.validate import validate
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
@@ -29,6 +32,7 @@ def ragged_paged_attention(
     window: int | jax.Array | None = None,
     sinks: jax.Array | None = None,
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new tokens' K and V, then attend from them; prefill and decode in one call.
 
@@ -41,7 +45,7 @@ def ragged_paged_attention(
         q: [num_tokens, num_q_heads, k_dim]; rows from cu_q_lens[-1] on are padding.
         k: [num_tokens, num_kv_heads, k_dim]; None when the pool has them already.
         v: [num_tokens, num_kv_heads, v_dim]; None without k, and in latent form, where it is a part of K.
-        kv_pool: [num_layers, num_pages, num_kv_heads, page_size, kv_dim]; see `pool_layout`. Donate it.
+        kv_pool: [num_layers, num_pages, num_kv_heads, page_size, row_dim]; see `pool_layout`. Donate it.
         layer: which layer's part of the pool.
         rows: lengths and pages of the sequences.
         spec: what is static.
@@ -51,6 +55,7 @@ def ragged_paged_attention(
         window: int32 [], queries at position p see positions > p - window; None sees all.
         sinks: float32 [num_q_heads], a logit more in each softmax's sum, without a value (gpt-oss).
         kv_scales: float32 [num_kv_heads] each: K and V in the pool times these are the true ones.
+        interpret: for tests: how Pallas interprets a TPU kernel where there is no TPU.
 
     Returns:
         [num_tokens, num_q_heads, v_dim] in q's dtype, whose padding rows are finite and mean nothing; and
@@ -68,11 +73,17 @@ def ragged_paged_attention(
         q = (q * k_scale.repeat(group)[None, :, None]).astype(dtype)
         k = None if k is None else k / k_scale[None, :, None]
         v = None if v is None else v / v_scale[None, :, None]
-    kv = None if k is None else kv_rows(k, v, kv_pool.dtype)  # [num_tokens, num_kv_heads, kv_dim]
-    if kv is not None:
-        places = locate_tokens(rows, q.shape[0], kv_pool.shape[3], decode_only=spec.decode_only)
-        kv_pool = write_kv(kv_pool, layer, kv, *places)
-    out = _TWINS[name](q, kv_pool, layer, rows, spec=spec, window=window, sinks=sinks)
+    # [num_tokens, num_kv_heads, row_dim]
+    kv = None if k is None else kv_rows(k, v, kv_pool.dtype, kv_pool.shape[4])
+    options: dict[str, Any] = {"spec": spec, "window": window, "sinks": sinks}
+    if name == "mosaic_tpu":
+        options |= {"chip": chip, "interpret": interpret}
+        out, kv_pool = mosaic_tpu_attention(q, kv, kv_pool, layer, rows, **options)
+    else:
+        if kv is not None:
+            places = locate_tokens(rows, q.shape[0], kv_pool.shape[3], decode_only=spec.decode_only)
+            kv_pool = write_kv(kv_pool, layer, kv, *places)
+        out = _TWINS[name](q, kv_pool, layer, rows, **options)
     if kv_scales is not None:
         out = (out * kv_scales[1].repeat(group)[None, :, None]).astype(dtype)
     return out, kv_pool

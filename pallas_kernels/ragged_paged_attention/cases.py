@@ -45,6 +45,7 @@ class Case:
         return AttentionSpec(
             self.head_dim**-0.5,
             soft_cap=self.soft_cap,
+            v_dim=None if self.latent else self.value_dim,
             latent_v_dim=self.v_dim if self.latent else None,
             decode_only=decode_only,
         )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.pool_layout import pool_shape
+from pallas_kernels.pool_layout import pool_shape, row_dim
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import Case
 from pallas_kernels.ragged_paged_attention.types import Rows
@@ -24,8 +24,9 @@ _SPARE_PAGES = 3  # pages of nobody
 class Problem:
     """A case's arrays. `expected` [num_live_tokens, num_q_heads, v_dim] is float64."""
 
-    def __init__(self, case: Case, seed: int = 0, dtype: str = "float32") -> None:
+    def __init__(self, case: Case, seed: int = 0, dtype: str = "float32", platform: str = "cpu") -> None:
         self.case = case
+        self.platform = platform
         self.rng = np.random.default_rng(seed)
         self.kv_dtype = jnp.dtype(case.kv_dtype)
         self.dtype = jnp.dtype(dtype)
@@ -33,7 +34,8 @@ class Problem:
         num_pages = 1 + sum(used) + _SPARE_PAGES
         num_rows = len(case.rows) + case.empty_rows
         num_tokens = sum(q for q, _ in case.rows) + case.padding_tokens
-        shape = pool_shape(case.num_layers, num_pages, case.num_kv_heads, case.page_size, case.kv_dim)
+        width = row_dim(case.kv_dim, platform)
+        shape = pool_shape(case.num_layers, num_pages, case.num_kv_heads, case.page_size, width)
         self.pool = np.full(shape, self.poison, self.kv_dtype)
         self.pool[:, 0] = 0  # padding may read page 0
         self.page_indices = np.full((num_rows, max(used, default=0) + 2), num_pages - 1, np.int32)
@@ -77,7 +79,7 @@ class Problem:
             new = slice(start, start + q_len)
             self.q[new], self.k[new], self.v[new] = q, k[kv_len - q_len :], v[kv_len - q_len :]
             start += q_len
-            stored = self._stored(k, v)  # [kv_len, num_kv_heads, kv_dim]
+            stored = self._stored(k, v)  # [kv_len, num_kv_heads, row_dim]
             for position in range(kv_len):
                 page, offset = int(pages[position // case.page_size]), position % case.page_size
                 self.written[case.layer, page, :, offset] = stored[position]
@@ -85,7 +87,7 @@ class Problem:
                 if position < kv_len - q_len:
                     self.pool[case.layer, page, :, offset] = stored[position]
             k64 = stored[..., : case.head_dim].astype(np.float64) * self.scales[0][:, None]
-            v64 = stored[..., -case.value_dim :].astype(np.float64) * self.scales[1][:, None]
+            v64 = stored[..., case.head_dim : case.kv_dim].astype(np.float64) * self.scales[1][:, None]
             if case.latent:
                 v64 = k64[..., : case.value_dim]
             expected.append(dense_attention(case, q.astype(np.float64), k64, v64, self.sinks))
@@ -100,6 +102,7 @@ class Problem:
         rows = k if self.case.latent else np.concatenate([k, v], axis=-1)
         if jnp.issubdtype(self.kv_dtype, jnp.integer):
             rows = np.clip(np.round(rows), -128, 127)
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, self.pool.shape[4] - rows.shape[2])))
         return rows.astype(self.kv_dtype)
 
     @property
@@ -110,9 +113,9 @@ class Problem:
         self,
         implementation: str,
         *,
-        platform: str = "cpu",
         chip: str | None = None,
         decode_only: bool = False,
+        interpret: Any = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The call's result: out [num_tokens, num_q_heads, v_dim] and the pool."""
         case = self.case
@@ -126,9 +129,10 @@ class Problem:
                 jnp.int32(case.layer),
                 rows,
                 spec=case.spec(decode_only=decode_only),
-                platform=platform,
+                platform=self.platform,
                 chip=chip,
                 implementation=implementation,
+                interpret=interpret,
                 window=case.window,
                 sinks=None if self.sinks is None else jnp.asarray(self.sinks),
                 kv_scales=(jnp.asarray(self.scales[0]), jnp.asarray(self.scales[1])) if case.scales else None,

@@ -25,7 +25,7 @@ def reference_attention(
 ) -> jax.Array:
     """See `ragged_paged_attention`; the step's K and V are in the pool already."""
     num_tokens, num_q_heads, k_dim = q.shape
-    _, _, num_kv_heads, page_size, kv_dim = kv_pool.shape
+    _, _, num_kv_heads, page_size, row_dim = kv_pool.shape
     num_seqs, pages_per_seq = rows.page_indices.shape
     context = pages_per_seq * page_size
     group = num_q_heads // num_kv_heads
@@ -38,11 +38,11 @@ def reference_attention(
 
     used = jnp.arange(pages_per_seq)[None, :] * page_size < rows.kv_lens[:, None]
     pages = jnp.where(used, rows.page_indices, 0)
-    kv = kv_pool[layer, pages]  # [num_seqs, pages_per_seq, num_kv_heads, page_size, kv_dim]
-    kv = jnp.moveaxis(kv, 1, 2).reshape(num_seqs, num_kv_heads, context, kv_dim).astype(jnp.float32)
+    kv = kv_pool[layer, pages]  # [num_seqs, pages_per_seq, num_kv_heads, page_size, row_dim]
+    kv = jnp.moveaxis(kv, 1, 2).reshape(num_seqs, num_kv_heads, context, row_dim).astype(jnp.float32)
     live = jnp.arange(context)[None, :] < rows.kv_lens[:, None]  # [num_seqs, context]
     kv = jnp.where(live[:, None, :, None], kv, 0.0)  # stale memory may hold NaN, and 0 * NaN is NaN
-    k, v = kv[..., :k_dim], kv[..., slice(*spec.v_slice(k_dim, kv_dim))]
+    k, v = kv[..., :k_dim], kv[..., slice(*spec.v_slice(k_dim, row_dim))]
 
     q4 = q.reshape(num_tokens, num_kv_heads, group, k_dim).astype(jnp.float32)
     highest = jax.lax.Precision.HIGHEST

@@ -24,12 +24,16 @@ class AttentionSpec:
     soft_cap: float | None = (
         None  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118)
     )
+    # Length of V; None: what a pool row has after K. A row may be longer than K and V (see `pool_layout`).
+    v_dim: int | None = None
     # None: a pool row holds K, then V. A number: the row is K alone, and V its first `latent_v_dim` elements
     # (multi-head latent attention in its absorbed form: DeepSeek-V2, arXiv:2405.04434).
     latent_v_dim: int | None = None
     # Promise: the leading rows have one query each, the rows after them none, and num_tokens == num_seqs.
     decode_only: bool = False
 
-    def v_slice(self, k_dim: int, kv_dim: int) -> tuple[int, int]:
+    def v_slice(self, k_dim: int, row_dim: int) -> tuple[int, int]:
         """Where V lies in a pool row: [start, stop)."""
-        return (k_dim, kv_dim) if self.latent_v_dim is None else (0, self.latent_v_dim)
+        if self.latent_v_dim is not None:
+            return 0, self.latent_v_dim
+        return k_dim, row_dim if self.v_dim is None else k_dim + self.v_dim

@@ -20,17 +20,20 @@ def validate(
     if q.ndim != 3:
         raise ValueError(f"q must be [num_tokens, num_q_heads, k_dim], got {q.shape}")
     if kv_pool.ndim != 5:
-        raise ValueError(f"kv_pool must be [layers, pages, kv_heads, page_size, kv_dim], got {kv_pool.shape}")
+        raise ValueError(
+            f"kv_pool must be [layers, pages, kv_heads, page_size, row_dim], got {kv_pool.shape}"
+        )
     num_tokens, num_q_heads, k_dim = q.shape
-    _, _, num_kv_heads, _, kv_dim = kv_pool.shape
+    _, _, num_kv_heads, _, row_dim = kv_pool.shape
     latent = spec.latent_v_dim
-    if latent is None and kv_dim <= k_dim:
-        raise ValueError(f"a pool row of {kv_dim} has no room for a V after K of {k_dim}")
-    if latent is not None and (kv_dim != k_dim or not 0 < latent <= k_dim):
-        raise ValueError(f"in latent form a pool row is K: {kv_dim} against {k_dim}, V of {latent}")
+    start, stop = spec.v_slice(k_dim, row_dim)
+    if not start < stop <= row_dim or k_dim > row_dim:
+        raise ValueError(f"a pool row of {row_dim} has no room for K of {k_dim} and V at {start}:{stop}")
+    if latent is not None and latent > k_dim:
+        raise ValueError(f"in latent form V is a part of K: {latent} of {k_dim}")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
-    _validate_new(kv, (num_tokens, num_kv_heads), k_dim, 0 if latent is not None else kv_dim - k_dim)
+    _validate_new(kv, (num_tokens, num_kv_heads), k_dim, 0 if latent is not None else stop - start)
     num_seqs = rows.kv_lens.shape[0]
     if rows.page_indices.ndim != 2 or rows.page_indices.shape[0] != num_seqs:
         raise ValueError(f"page_indices must be [{num_seqs}, pages_per_seq], got {rows.page_indices.shape}")

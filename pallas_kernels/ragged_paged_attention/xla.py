@@ -60,26 +60,26 @@ class _Attention:
         sinks: jax.Array | None,
     ) -> None:
         self.spec = spec
-        self.kv_pool = kv_pool  # [num_layers, num_pages, num_kv_heads, page_size, kv_dim]
+        self.kv_pool = kv_pool  # [num_layers, num_pages, num_kv_heads, page_size, row_dim]
         self.layer = layer
         self.window = window
-        _, _, self.num_kv_heads, self.page_size, self.kv_dim = kv_pool.shape
+        _, _, self.num_kv_heads, self.page_size, self.row_dim = kv_pool.shape
         self.sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(self.num_kv_heads, -1)
 
     def pages_per_block(self, num_keys: int) -> int:
         return max(1, num_keys // self.page_size)
 
     def v_dim(self, k_dim: int) -> int:
-        start, stop = self.spec.v_slice(k_dim, self.kv_dim)
+        start, stop = self.spec.v_slice(k_dim, self.row_dim)
         return stop - start
 
     def fetch(self, pages: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
         """K and V of `pages` [..., n], float32 [..., num_kv_heads, n * page_size, k_dim or v_dim]."""
         fetched = self.kv_pool.at[self.layer, pages].get(mode="promise_in_bounds")
-        fetched = jnp.moveaxis(fetched, -3, -4)  # [..., num_kv_heads, n, page_size, kv_dim]
-        shape = (*pages.shape[:-1], self.num_kv_heads, pages.shape[-1] * self.page_size, self.kv_dim)
+        fetched = jnp.moveaxis(fetched, -3, -4)  # [..., num_kv_heads, n, page_size, row_dim]
+        shape = (*pages.shape[:-1], self.num_kv_heads, pages.shape[-1] * self.page_size, self.row_dim)
         fetched = fetched.reshape(shape).astype(jnp.float32)
-        start, stop = self.spec.v_slice(k_dim, self.kv_dim)
+        start, stop = self.spec.v_slice(k_dim, self.row_dim)
         return fetched[..., :k_dim], fetched[..., start:stop]
 
     def cap(self, scores: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ def test_each_token_lands_in_its_page_and_nothing_else_changes() -> None:
     for t in range(5):
         expected[1, pages[t], :, offsets[t], :8] = k[t]
         expected[1, pages[t], :, offsets[t], 8:] = v[t]
-    kv = kv_rows(jnp.asarray(k), jnp.asarray(v), pool.dtype)
+    kv = kv_rows(jnp.asarray(k), jnp.asarray(v), pool.dtype, 16)
     written = write_kv(jnp.asarray(pool), 1, kv, jnp.asarray(pages), jnp.asarray(offsets))
     np.testing.assert_array_equal(np.asarray(written), expected)
 
@@ -41,6 +41,6 @@ def test_tokens_are_located_by_their_position_and_padding_on_page_0() -> None:
 
 def test_values_are_stored_in_the_pool_s_dtype_and_clamped_to_it() -> None:
     k = jnp.array([1.001, 1e4, -1e4, 2.5])
-    assert kv_rows(k, None, jnp.bfloat16).tolist() == [1.0, 9984.0, -9984.0, 2.5]
-    assert kv_rows(k, None, jnp.int8).tolist() == [1, 127, -128, 2]
-    assert kv_rows(k, None, jnp.float8_e4m3fn).astype(jnp.float32).tolist() == [1.0, 448.0, -448.0, 2.5]
+    assert kv_rows(k, None, jnp.bfloat16, 4).tolist() == [1.0, 9984.0, -9984.0, 2.5]
+    assert kv_rows(k, None, jnp.int8, 4).tolist() == [1, 127, -128, 2]
+    assert kv_rows(k, None, jnp.float8_e4m3fn, 4).astype(jnp.float32).tolist() == [1.0, 448.0, -448.0, 2.5]

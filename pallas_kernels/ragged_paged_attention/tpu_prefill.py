@@ -1,0 +1,259 @@
+"""TPU (Mosaic): rows with two or more queries, tile by tile, over K and V that are in the pool already.
+
+A work item is a tile of one row's queries, all heads. The queries are laid out head by head with every row
+starting at a whole memory tile, so that one copy brings a work item's queries and a key-value head's whole
+group meets each of its K blocks in one product. Item after item is one stream of KV blocks: while one is
+computed on, the next is on its way, be it of this item or the next. A row's last tile runs into the room of
+rows after it, and these come later and win.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.tpu_pages import (
+    LANES,
+    NO_WINDOW,
+    Blocks,
+    KVShape,
+    OnlineSoftmax,
+    PageStream,
+    round_up,
+    sublanes,
+    vmem_limit,
+)
+from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
+
+
+class _Work(NamedTuple):
+    """Work items; int32 [capacity] each."""
+
+    row: jax.Array
+    start: jax.Array  # of the item's queries in the aligned layout
+    position: jax.Array  # of the first query in its sequence
+    last: jax.Array  # keys that some query sees end here
+
+
+def tpu_prefill(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    layer: int | jax.Array,
+    rows: Rows,
+    *,
+    spec: AttentionSpec,
+    blocks: Blocks,
+    query_tile: int,
+    window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attention of rows with two or more queries; other rows' outputs mean nothing and may be NaN.
+
+    Args:
+        q: [num_tokens, num_q_heads, k_dim].
+        kv_pool: [num_layers, num_pages, num_kv_heads, page_size, row_dim].
+
+    Returns:
+        [num_tokens, num_q_heads, v_dim].
+    """
+    num_tokens, num_q_heads, k_dim = q.shape
+    shape = KVShape.of(kv_pool, k_dim, spec)
+    heads, group = shape.num_heads, num_q_heads // shape.num_heads
+    unit = sublanes(q.dtype)
+    tile = min(query_tile, round_up(num_tokens, unit))
+    work, count, aligned = _work(rows, num_tokens, unit, tile)
+    capacity = num_tokens + (unit - 1) * min(rows.kv_lens.shape[0], num_tokens // 2 or 1)
+    capacity = round_up(capacity, unit) + tile
+    # Where each aligned place's query comes from; places of nobody repeat query 0.
+    source = (
+        jnp.zeros(capacity, jnp.int32).at[aligned].set(jnp.arange(num_tokens, dtype=jnp.int32), mode="drop")
+    )
+    q_aligned = shape.widen(q).swapaxes(0, 1)[:, source]  # [num_q_heads, capacity, q_width]
+    scalars = jnp.stack(
+        [jnp.asarray(x, jnp.int32) for x in (layer, NO_WINDOW if window is None else window, count)]
+    )
+    inputs, specs = [], []
+    if sinks is not None:
+        columns = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), tile, axis=1)
+        inputs.append(jnp.broadcast_to(columns[..., None], (heads, group * tile, LANES)))
+        specs.append(pl.BlockSpec((heads, group * tile, LANES), lambda i, *_: (0, 0, 0)))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    state = (heads, group * tile)
+    kernel = functools.partial(
+        _kernel,
+        shape=shape,
+        spec=spec,
+        blocks=blocks,
+        pages_per_seq=rows.page_indices.shape[1],
+        has_sinks=sinks is not None,
+    )
+    out = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(count,),
+            in_specs=[*specs, anywhere, anywhere],
+            out_specs=anywhere,
+            scratch_shapes=[
+                pltpu.VMEM((2, num_q_heads, tile, shape.q_width), q.dtype),
+                pltpu.VMEM((num_q_heads, tile, shape.out_width), q.dtype),
+                pltpu.VMEM((2, blocks.pages_per_block, *kv_pool.shape[2:]), kv_pool.dtype),
+                pltpu.VMEM((*state, LANES), jnp.float32),
+                pltpu.VMEM((*state, LANES), jnp.float32),
+                pltpu.VMEM((*state, shape.out_width), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((1,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_q_heads, capacity, shape.out_width), q.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit(kv_pool, blocks)
+        ),
+        interpret=interpret,
+        name="ragged_paged_attention_prefill",
+    )(scalars, *work, rows.page_indices.reshape(-1), *inputs, q_aligned, kv_pool)
+    return shape.narrow(out[:, jnp.minimum(aligned, capacity - 1)].swapaxes(0, 1))
+
+
+def _work(rows: Rows, num_tokens: int, unit: int, tile: int) -> tuple[_Work, jax.Array, jax.Array]:
+    """The items, their number, and each token's place in the aligned layout (past the end: none)."""
+    num_seqs = rows.kv_lens.shape[0]
+    q_lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
+    q_lens = jnp.where(q_lens > 1, q_lens, 0)
+    room = -(-q_lens // unit) * unit
+    starts = jnp.cumsum(room) - room
+    tiles = -(-q_lens // tile)
+    ends = jnp.cumsum(tiles)
+    capacity = num_tokens // tile + min(num_seqs, max(1, num_tokens // 2))
+    i = jnp.arange(capacity, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, i, side="right").astype(jnp.int32), num_seqs - 1)
+    within = (i - (ends[row] - tiles[row])) * tile
+    position = rows.kv_lens[row] - q_lens[row] + within
+    last = jnp.where(i < ends[-1], jnp.minimum(position + tile, rows.kv_lens[row]), 0)
+    work = _Work(row, starts[row] + within, position, last)
+
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = jnp.searchsorted(rows.cu_q_lens[1:], token, side="right").astype(jnp.int32)
+    is_live = (owner < num_seqs) & (token >= rows.cu_q_lens[0])
+    owner = jnp.minimum(owner, num_seqs - 1)
+    aligned = starts[owner] + token - rows.cu_q_lens[owner]
+    # One item without keys when there is none.
+    return work, jnp.maximum(ends[-1], 1), jnp.where(is_live & (q_lens[owner] > 0), aligned, 1 << 30)
+
+
+def _kernel(
+    scalars: Any,  # SMEM int32 [3]: layer, window, number of items
+    item_row: Any,  # SMEM int32 [capacity], as the next three
+    item_start: Any,
+    item_position: Any,
+    item_last: Any,
+    table: Any,  # SMEM int32 [num_seqs * pages_per_seq]
+    *refs: Any,
+    shape: KVShape,
+    spec: AttentionSpec,
+    blocks: Blocks,
+    pages_per_seq: int,
+    has_sinks: bool,
+) -> None:
+    rest = list(refs)
+    sinks_ref = rest.pop(0) if has_sinks else None  # [num_heads, group * tile, 128]
+    q_hbm, pool_ref, out_hbm, queries, result, buffers, *rest = rest
+    maximum, norm, acc, state, q_arrived, arrived, written = rest
+    item = pl.program_id(0)
+    layer, window, num_items = scalars[0], scalars[1], scalars[2]
+    num_q_heads, tile = queries.shape[1:3]
+    group, page_size = num_q_heads // shape.num_heads, shape.page_size
+    stream = PageStream((pool_ref, table, buffers, arrived), layer, pages_per_seq, blocks)
+    softmax = OnlineSoftmax((maximum, norm, acc), spec)
+
+    def first_page(item: jax.Array) -> jax.Array:
+        return jnp.maximum(item_position[item] + 1 - window, 0) // page_size
+
+    def num_pages(item: jax.Array) -> jax.Array:
+        return (item_last[item] + page_size - 1) // page_size
+
+    def start_pages(item: jax.Array, page: jax.Array, slot: jax.Array) -> None:
+        stream.start(item_row[item], page, stream.count(page, num_pages(item)), slot)
+
+    def q_copy(item: jax.Array) -> Any:
+        place = item % 2
+        start = pl.multiple_of(item_start[item], sublanes(queries.dtype))
+        return pltpu.make_async_copy(q_hbm.at[:, pl.ds(start, tile)], queries.at[place], q_arrived.at[place])
+
+    def out_copy(item: jax.Array) -> Any:
+        start = pl.multiple_of(item_start[item], sublanes(queries.dtype))
+        return pltpu.make_async_copy(result, out_hbm.at[:, pl.ds(start, tile)], written.at[0])
+
+    @pl.when(item == 0)
+    def first_fetch() -> None:
+        state[0] = 0
+        q_copy(item).start()
+        start_pages(item, first_page(item), jnp.int32(0))
+
+    @pl.when(item + 1 < num_items)
+    def next_queries() -> None:
+        q_copy(item + 1).start()
+
+    row, position, last = item_row[item], item_position[item], item_last[item]
+    page0, pages = first_page(item), num_pages(item)
+    num_blocks = (pages - page0 + blocks.pages_per_block - 1) // blocks.pages_per_block
+    softmax.reset(sinks_ref[...] if sinks_ref is not None else None)
+    q_copy(item).wait()
+
+    def one_block(b: jax.Array, _: None) -> None:
+        slot = state[0]
+        page = page0 + b * blocks.pages_per_block
+        base = page * page_size  # the block's first key
+        is_last = b == num_blocks - 1
+        next_item = jnp.where(is_last, item + 1, item)
+
+        @pl.when(next_item < num_items)
+        def prefetch() -> None:
+            after = jnp.where(
+                is_last, first_page(jnp.minimum(next_item, num_items - 1)), page + blocks.pages_per_block
+            )
+            start_pages(next_item, after, 1 - slot)
+
+        stream.wait(row, page, stream.count(page, pages), slot)
+
+        @pl.when(is_last)
+        def clear_tail() -> None:
+            stream.zero_after(last - 1 - base, slot, None, None)
+
+        def one_step(step: jax.Array, _: None) -> None:
+            lines = (group * tile, stream.keys)
+            key = base + step * stream.keys + jax.lax.broadcasted_iota(jnp.int32, lines, 1)
+            query = position + jax.lax.broadcasted_iota(jnp.int32, lines, 0) % tile
+            is_seen = (key <= query) & (key < last) & (key > query - window)
+            for head in range(shape.num_heads):
+                q = queries[item % 2, head * group : (head + 1) * group]
+                k, v = shape.split(stream.rows(slot, step, head))
+                softmax.update(head, q.reshape(group * tile, shape.q_width), k, v, is_seen)
+
+        live = jnp.minimum(last - base, blocks.pages_per_block * page_size)
+        jax.lax.fori_loop(0, (live + stream.keys - 1) // stream.keys, one_step, None)
+        state[0] = 1 - slot
+
+    jax.lax.fori_loop(0, num_blocks, one_block, None)
+
+    # Results go out in order: a row's last tile overlaps what comes after it.
+    @pl.when(item > 0)
+    def previous_result() -> None:
+        out_copy(item - 1).wait()
+
+    for head in range(shape.num_heads):
+        rows = softmax.result(head).astype(result.dtype).reshape(group, tile, shape.out_width)
+        result[head * group : (head + 1) * group] = rows
+    out_copy(item).start()
+
+    @pl.when(item == num_items - 1)
+    def drain() -> None:
+        out_copy(item).wait()
