@@ -20,8 +20,12 @@ from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 _MOST_COLUMNS = 256  # of V in the accumulator of a warpgroup
 _MIN_BLOCKS = 4  # of a split: fewer keys do not pay for joining
 _KEYS_OF_A_SPLIT = 16384  # about the most that one thread block should walk alone
-_RESERVED = 1024  # bytes of shared memory that the hardware keeps for itself, of every thread block
-_SMALL = 1024  # barriers
+_SHARED_MEMORY = 228 * 1024  # bytes of a Hopper core
+_RESERVED = 1024  # of them, kept by the hardware for every thread block
+_BARRIERS = 256  # bytes of a thread block's barriers, at most
+# Pool dtype -> dtype of the matrix products, which holds its values exactly. Hopper has one instruction from
+# float8 to float16 and none to bfloat16.
+_PRODUCTS = {"bfloat16": jnp.bfloat16, "float8_e4m3fn": jnp.float16, "int8": jnp.bfloat16}
 
 
 def mosaic_gpu_attention(
@@ -37,12 +41,12 @@ def mosaic_gpu_attention(
     window: int | jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `ragged_paged_attention`; q and the pool are bfloat16.
+    """See `ragged_paged_attention`; q is bfloat16, the pool bfloat16, float8_e4m3fn or int8.
 
     Raises:
         NotImplementedError: a dtype or shape that the kernel does not serve; implementation="xla" does.
     """
-    num_tokens, num_q_heads, k_dim = q.shape
+    num_tokens = q.shape[0]
     check_case(q, kv_pool, spec)
     if k is not None:
         kv_pool = write_rows(kv_pool, layer, k, v, rows, decode_only=spec.decode_only)
@@ -57,18 +61,24 @@ def mosaic_gpu_attention(
         tiles = gpu_tiles.make_tiles(
             rows, window, group=group, tile_rows=tile_rows, num_tiles=num_tiles, decode=decode
         )
-        queries = gpu_tiles.gather_queries(q, rows, tiles, plan.num_kv_heads, tile_rows)
+        queries = gpu_tiles.gather_queries(q.astype(plan.dtype), rows, tiles, plan.num_kv_heads, tile_rows)
         out, lse = attend(queries, kv_pool, tiles.table, rows.page_indices, scalars, plan)
         if plan.splits > 1:
             begin, end = (tiles.table[:, i, None] for i in (gpu_tiles.BEGIN, gpu_tiles.END))
             low, high = gpu_tiles.split_range(
-                begin, end, jnp.arange(plan.splits)[None, :], splits=plan.splits, block=plan.block,
+                begin,
+                end,
+                jnp.arange(plan.splits)[None, :],
+                splits=plan.splits,
+                block=plan.block,
                 min_blocks=plan.min_blocks,
             )
             out, lse = gpu_tiles.join_splits(out, lse, low < high)
         else:
             out, lse = out[:, :, 0], lse[:, :, 0]
-        out = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1) if sinks is not None else out
+        out = (
+            jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1) if sinks is not None else out
+        )
         out, is_served = gpu_tiles.scatter_outputs(out, rows, tiles, num_tokens, group)
         if sinks is not None:
             # One more term in the softmax's sum: out * s / (s + e^sink), s = 2^lse.
@@ -86,51 +96,71 @@ def mosaic_gpu_attention(
 
 def check_case(q: jax.Array, kv_pool: jax.Array, spec: AttentionSpec) -> None:
     """Raise NotImplementedError, with the reason, for what the kernel does not serve."""
-    k_dim, page_size, kv_dim = q.shape[2], *kv_pool.shape[3:]
-    v_start, v_stop = spec.v_slice(k_dim, kv_dim)
+    k_dim, page_size, row_dim = q.shape[2], *kv_pool.shape[3:]
+    v_start, v_stop = spec.v_slice(k_dim, row_dim)
     v_dim = v_stop - v_start
-    reason = None
+    least = 32 // kv_pool.dtype.itemsize  # elements of the shortest swizzle
     if q.dtype != jnp.bfloat16:
-        reason = f"queries of {q.dtype}: wgmma is used in bfloat16"
-    elif kv_pool.dtype != jnp.bfloat16:
-        reason = f"a pool of {kv_pool.dtype}: wgmma multiplies bfloat16 with bfloat16"
-    elif k_dim % 16 or v_dim % 16 or v_start % 16:
-        reason = f"heads of {k_dim} and {v_dim}: both must be multiples of 16, the shortest swizzle"
-    elif page_size % 8 or (128 % page_size and page_size % 128):
-        reason = f"pages of {page_size}: 8, 16, 32, 64 or multiples of 128 fill a block of keys"
-    elif v_dim > _MOST_COLUMNS and (v_dim > 2 * _MOST_COLUMNS or v_dim % 128):
-        reason = f"V of {v_dim}: two accumulators of at most {_MOST_COLUMNS} columns fit the registers"
-    elif _stages_that_fit(_capacity(1), *_bytes(k_dim, v_dim, kv_dim, block=64, row_groups=1)) < 2:
-        reason = f"rows of {kv_dim}: two stages of 64 of them do not fit shared memory"
-    if reason is not None:
-        raise NotImplementedError(f'mosaic_gpu attention does not serve {reason} (use implementation="xla")')
+        _refuse(f"queries of {q.dtype}: the tensor cores are used in 16 bits")
+    if jnp.dtype(kv_pool.dtype).name not in _PRODUCTS:
+        _refuse(f"a pool of {kv_pool.dtype} (serves {', '.join(_PRODUCTS)})")
+    if any(n % least for n in (k_dim, v_start, v_dim, row_dim)):
+        _refuse(f"heads of {k_dim} and {v_dim} in {kv_pool.dtype}: a swizzle takes multiples of {least}")
+    if page_size % 8 or (128 % page_size and page_size % 128):
+        _refuse(f"pages of {page_size}: 8, 16, 32, 64 or multiples of 128 fill a block of keys")
+    if v_dim > _MOST_COLUMNS and (v_dim > 2 * _MOST_COLUMNS or v_dim % 128):
+        _refuse(f"V of {v_dim}: two accumulators of at most {_MOST_COLUMNS} columns fit the registers")
+
+
+def _refuse(what: str) -> None:
+    raise NotImplementedError(f'mosaic_gpu attention does not serve {what}; implementation="xla" does')
 
 
 def make_plan(
-    q: jax.Array, kv_pool: jax.Array, rows: Rows, spec: AttentionSpec, chip: str, *, decode: bool, is_windowed: bool
+    q: jax.Array,
+    kv_pool: jax.Array,
+    rows: Rows,
+    spec: AttentionSpec,
+    chip: str,
+    *,
+    decode: bool,
+    is_windowed: bool,
 ) -> Plan:
     """Block sizes of the decode or the prefill kernel, from shapes alone."""
     num_tokens, num_q_heads, k_dim = q.shape
-    _, num_pages, num_kv_heads, page_size, kv_dim = kv_pool.shape
+    _, num_pages, num_kv_heads, page_size, row_dim = kv_pool.shape
     group = num_q_heads // num_kv_heads
-    v_start, v_stop = spec.v_slice(k_dim, kv_dim)
+    v_start, v_stop = spec.v_slice(k_dim, row_dim)
     v_dim = v_stop - v_start
     column_groups = 2 if v_dim > _MOST_COLUMNS else 1
     num_seqs, pages_per_seq = rows.page_indices.shape
-    num_cores = chip_by_name(chip).num_cores
     row_groups = 1 if decode or column_groups > 1 or num_tokens * group <= WARPGROUP_ROWS else 2
     tile_rows = min(-(-group // 8) * 8, WARPGROUP_ROWS) if decode else WARPGROUP_ROWS * row_groups
-    block = 128 if kv_dim <= (128 if decode else 256) else 64
-    # Two decoding thread blocks on a core hide each other's waits, where memory and registers allow it.
-    sizes = _bytes(k_dim, v_dim, kv_dim, block=block, row_groups=row_groups)
-    stages, resident = _stages_that_fit(_capacity(2), *sizes), 2
+    block = 128 if row_dim <= (128 if decode else 256) else 64
+    dtype = _PRODUCTS[jnp.dtype(kv_pool.dtype).name]
+    is_converted = kv_pool.dtype != dtype
+
+    rows_bytes = row_groups * WARPGROUP_ROWS * k_dim * 2 + (block * row_dim * 2 if is_converted else 0)
+    results = WARPGROUP_ROWS * row_groups * (v_dim * (4 if decode else 2) + 4 * column_groups)
+    stage = block * row_dim * kv_pool.dtype.itemsize
+
+    def stages_that_fit(resident: int) -> int:
+        """Where `resident` thread blocks share a core's shared memory."""
+        free = _SHARED_MEMORY // resident - _RESERVED - _BARRIERS - rows_bytes
+        return free // stage if results <= free else 0
+
+    # Two decoding thread blocks on a core hide each other's waits, where they fit.
+    stages, resident = stages_that_fit(2), 2
     if not decode or stages < 2:
-        stages, resident = _stages_that_fit(_capacity(1), *sizes), 1
+        stages, resident = stages_that_fit(1), 1
+    if stages < 2:
+        _refuse(f"rows of {row_dim} {kv_pool.dtype}: two stages of {block} do not fit shared memory")
     splits = 1
     if decode:
         num_tiles = gpu_tiles.num_tiles_bound(num_tokens, num_seqs, group, tile_rows, decode=True)
         context = pages_per_seq * page_size
-        wanted = max(-(-2 * resident * num_cores // (num_tiles * num_kv_heads)), context // _KEYS_OF_A_SPLIT)
+        slots = resident * chip_by_name(chip).num_cores
+        wanted = max(-(-2 * slots // (num_tiles * num_kv_heads)), context // _KEYS_OF_A_SPLIT)
         splits = max(1, min(wanted, context // (block * _MIN_BLOCKS)))
     return Plan(
         num_pages=num_pages,
@@ -150,35 +180,29 @@ def make_plan(
         is_windowed=is_windowed,
         sm_scale=spec.sm_scale,
         soft_cap=spec.soft_cap,
+        dtype=dtype,
+        is_converted=is_converted,
     )
 
 
 def write_rows(
-    kv_pool: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array | None, rows: Rows, *, decode_only: bool
+    kv_pool: jax.Array,
+    layer: int | jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    rows: Rows,
+    *,
+    decode_only: bool,
 ) -> jax.Array:
     """The pool with the new rows in it.
 
     The scatter's indices name whole rows of the flattened pool: indices apart from each other would make XLA
     transpose the pool, and copy it.
     """
-    num_layers, num_pages, num_kv_heads, page_size, kv_dim = kv_pool.shape
-    kv = kv_rows(k, v, kv_pool.dtype)  # [num_tokens, num_kv_heads, kv_dim]
+    _, num_pages, num_kv_heads, page_size, row_dim = kv_pool.shape
+    kv = kv_rows(k, v, kv_pool.dtype, row_dim)  # [num_tokens, num_kv_heads, row_dim]
     page, offset = locate_tokens(rows, k.shape[0], page_size, decode_only=decode_only)
     head = jnp.arange(num_kv_heads, dtype=jnp.int32)
     at = (((layer * num_pages + page)[:, None] * num_kv_heads + head) * page_size) + offset[:, None]
-    flat = kv_pool.reshape(math.prod(kv_pool.shape[:4]), kv_dim)
+    flat = kv_pool.reshape(math.prod(kv_pool.shape[:4]), row_dim)
     return flat.at[at].set(kv, mode="promise_in_bounds").reshape(kv_pool.shape)
-
-
-def _capacity(resident: int) -> int:
-    """Bytes of shared memory of a thread block, where `resident` share a core (Hopper: 228 KiB)."""
-    return 228 * 1024 // resident - _RESERVED
-
-
-def _bytes(k_dim: int, v_dim: int, kv_dim: int, *, block: int, row_groups: int) -> tuple[int, int]:
-    """Bytes of a tile's queries, and of a stage."""
-    return row_groups * WARPGROUP_ROWS * k_dim * 2, block * kv_dim * 2
-
-
-def _stages_that_fit(capacity: int, queries: int, stage: int) -> int:
-    return (capacity - _SMALL - queries) // stage

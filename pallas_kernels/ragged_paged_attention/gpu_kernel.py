@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ WARPGROUP_ROWS = 64  # rows of a warpgroup's matrix product
 MASKED = -1e30  # a masked score; a row's first true score makes the weights of masked ones vanish
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # maximum [64], sum [64], accumulator [64, columns]
+Boxes = tuple[jax.Array, ...]  # int32 [] each: where in the pool the parts of a block of keys are
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Plan:
     is_windowed: bool
     sm_scale: float
     soft_cap: float | None
+    dtype: Any  # of the matrix products; a pool of another is converted in shared memory
+    is_converted: bool
 
     @property
     def warpgroups(self) -> int:
@@ -83,8 +85,21 @@ def smem_tile(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
 def scores_of(q_smem: Any, k_smem: Any) -> jax.Array:
     """q [64, k_dim] and k [block, k_dim] in shared memory -> q k^T, float32 [64, block]."""
 
+    k_dim = q_smem.shape[1]
+    # Unrolled over a long row, the products' operand addresses would fill the registers.
+    width = next((w for w in (192, 128) if k_dim % w == 0), k_dim)
+
     def product(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, q_smem, plgpu.transpose_ref(k_smem, (1, 0)))
+        if k_dim <= width:
+            plgpu.wgmma(acc, q_smem, plgpu.transpose_ref(k_smem, (1, 0)))
+        else:
+
+            @pl.loop(0, k_dim // width)
+            def _(i: jax.Array) -> None:
+                at = pl.ds(i * width, width)
+                plgpu.wgmma(acc, q_smem.at[:, at], plgpu.transpose_ref(k_smem.at[:, at], (1, 0)))
+                plgpu.wgmma_wait(0)
+
         return acc[...]
 
     shape = (q_smem.shape[0], k_smem.shape[0])
@@ -101,7 +116,7 @@ def accumulate(acc: jax.Array, weights: jax.Array, v_smem: Any) -> jax.Array:
 
 
 def online_softmax(carry: Carry, scores: jax.Array) -> tuple[jax.Array, Carry]:
-    """One step over scores [64, block] (base 2): the weights, and the rescaled carry without their product."""
+    """One step over scores [64, block] (base 2): the weights, and the carry less their product."""
     maximum, norm, acc = carry
     new_maximum = jnp.maximum(maximum, scores.max(axis=1))
     scale = jnp.exp2(maximum - new_maximum)
@@ -116,8 +131,8 @@ def attend(
     """Attention of tiles of query rows.
 
     Args:
-        q: [num_tiles, num_kv_heads, tile_rows, k_dim] bfloat16.
-        pool: [num_layers, num_pages, num_kv_heads, page_size, kv_dim], q's dtype.
+        q: [num_tiles, num_kv_heads, tile_rows, k_dim] of `plan.dtype`.
+        pool: [num_layers, num_pages, num_kv_heads, page_size, row_dim].
         tiles: int32 [num_tiles, 5], see `gpu_tiles.Tiles`.
         pages: int32 [num_seqs, pages_per_seq].
         scalars: int32 [2]: the layer and the window.
@@ -128,20 +143,23 @@ def attend(
         [num_tiles, num_kv_heads, splits, tile_rows] float32. A tile or split without keys writes nothing.
     """
     num_tiles = q.shape[0]
-    kv_dim = pool.shape[4]
+    row_dim = pool.shape[4]
     lead = (num_tiles, plan.num_kv_heads, plan.splits, plan.tile_rows)
-    columns = math.gcd(plan.k_dim, plan.v_start, plan.columns)
-    stages = smem_tile((plan.stages, plan.block, kv_dim), pool.dtype, columns)
+    columns = math.gcd(row_dim, plan.k_dim, plan.v_start, plan.columns)
+    stages = smem_tile((plan.stages, plan.block, row_dim), pool.dtype, math.gcd(columns, 64))
     out = smem_tile((plan.warpgroups, WARPGROUP_ROWS, plan.columns), plan.out_dtype, plan.columns)
     lse = plgpu.SMEM((plan.warpgroups, WARPGROUP_ROWS), jnp.float32)
-    scratch = dict(
-        q_smem=smem_tile((plan.row_groups, WARPGROUP_ROWS, plan.k_dim), q.dtype, plan.k_dim),
-        shared=plgpu.RefUnion(stages, (out, lse)),  # results come when the last keys are done with
-        q_ready=plgpu.Barrier(num_arrivals=plan.row_groups),
-        ready=plgpu.Barrier(num_arrivals=plan.block // plan.box, num_barriers=plan.stages),
-        joint=plgpu.Barrier(num_arrivals=plan.warpgroups),
-        consumed=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
-    )
+    # Keys and values as the matrix products want them, where the pool holds others.
+    converted = [smem_tile((plan.block, row_dim), plan.dtype, columns)] if plan.is_converted else []
+    scratch = {
+        "q_smem": smem_tile((plan.row_groups, WARPGROUP_ROWS, plan.k_dim), q.dtype, plan.k_dim),
+        "shared": plgpu.RefUnion(stages, (out, lse)),  # results come when the last keys are done with
+        "converted": converted,
+        "q_ready": plgpu.Barrier(num_arrivals=plan.row_groups),
+        "ready": plgpu.Barrier(num_arrivals=plan.block // plan.box, num_barriers=plan.stages),
+        "joint": plgpu.Barrier(num_arrivals=plan.warpgroups),
+        "consumed": plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
+    }
     return plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -158,12 +176,12 @@ def attend(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=0,  # a row's scores lie within a warp
         ),
-    )(q, pool.reshape(-1, plan.box, kv_dim), tiles, pages, scalars)
+    )(q, pool.reshape(-1, plan.box, row_dim), tiles, pages, scalars)
 
 
 def _kernel(
     q_hbm: Any,  # [num_tiles, num_kv_heads, tile_rows, k_dim]
-    pool_hbm: Any,  # [layers * pages * heads * page_size // box, box, kv_dim]
+    pool_hbm: Any,  # [layers * pages * heads * page_size // box, box, row_dim]
     tiles_hbm: Any,  # int32 [num_tiles, 5]
     pages_hbm: Any,  # int32 [num_seqs, pages_per_seq]
     scalars_hbm: Any,  # int32 [2]
@@ -171,14 +189,17 @@ def _kernel(
     lse_hbm: Any,  # [num_tiles, num_kv_heads, splits, tile_rows]
     *,
     q_smem: Any,  # [row_groups, 64, k_dim]
-    shared: Any,  # stages [stages, block, kv_dim]; or results [warpgroups, 64, columns], lse [warpgroups, 64]
+    shared: Any,  # stages [stages, block, row_dim]; or out [warpgroups, 64, columns], lse [warpgroups, 64]
+    converted: Any,  # [block, row_dim], if the pool's dtype is not that of the products
     q_ready: Any,
     ready: Any,  # of each stage: its keys have come
     joint: Any,  # of all warpgroups
     consumed: Any,  # of each stage: every warpgroup is done with it
     plan: Plan,
 ) -> None:
-    tile, head, split = (lax.axis_index(name) for name in ("tile", "head", "split"))
+    head, split = lax.axis_index("head"), lax.axis_index("split")
+    # Last tiles first: those of a long prompt have the most keys.
+    tile = tiles_hbm.shape[0] - 1 - lax.axis_index("tile")
     warpgroup = lax.axis_index("warpgroup")
     stages_smem, (out_smem, lse_smem) = shared
     row_group = warpgroup if plan.row_groups > 1 else 0
@@ -186,33 +207,37 @@ def _kernel(
     first, base, begin, end = (
         tiles_hbm[tile, i] for i in (gpu_tiles.FIRST, gpu_tiles.BASE, gpu_tiles.BEGIN, gpu_tiles.END)
     )
-    window = scalars_hbm[1]
+    row, layer, window = tiles_hbm[tile, gpu_tiles.ROW], scalars_hbm[0], scalars_hbm[1]
     low, high = gpu_tiles.split_range(
         begin, end, split, splits=plan.splits, block=plan.block, min_blocks=plan.min_blocks
     )
     stored_rows = min(plan.tile_rows, WARPGROUP_ROWS)
+    row_dim = pool_hbm.shape[2]
 
-    def fetch(j: jax.Array) -> None:
-        """Start the copies of key block j into its stage. Pages past the last live one are never named."""
-        row, layer = tiles_hbm[tile, gpu_tiles.ROW], scalars_hbm[0]
-        slot = lax.rem(j - low, jnp.int32(plan.stages))
+    def boxes(j: jax.Array) -> Boxes:
+        """Where in the pool the parts of key block j are. Pages past the last live one are never named."""
         last = lax.div(end - 1, jnp.int32(plan.page_size))
         parts = plan.page_size // plan.box
+        found = []
         for piece in range(plan.block // plan.box):
             key = j * plan.block + piece * plan.box
             page = pages_hbm[row, jnp.minimum(lax.div(key, jnp.int32(plan.page_size)), last)]
             at = (layer * plan.num_pages + page) * plan.num_kv_heads + head
             if parts > 1:
                 at = at * parts + lax.rem(lax.div(key, jnp.int32(plan.box)), jnp.int32(parts))
-            plgpu.copy_gmem_to_smem(
-                pool_hbm.at[at], stages_smem.at[slot, pl.ds(piece * plan.box, plan.box)], ready.at[slot]
-            )
+            found.append(at)
+        return tuple(found)
+
+    def fetch(j: jax.Array, found: Boxes) -> None:
+        """Start the copies of key block j into its stage."""
+        slot = lax.rem(j - low, jnp.int32(plan.stages))
+        for piece, at in enumerate(found):
+            target = stages_smem.at[slot, pl.ds(piece * plan.box, plan.box)]
+            plgpu.copy_gmem_to_smem(pool_hbm.at[at], target, ready.at[slot])
 
     def mask(scores: jax.Array, j: jax.Array) -> jax.Array:
-        """Query row r sees key k iff k <= base + (first + r) // group, less the window; said without division."""
-        iota = functools.partial(
-            plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=plgpu.Layout.WGMMA
-        )
+        """Row r sees key k iff k <= base + (first + r) // group, less the window; said without division."""
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=plgpu.Layout.WGMMA)
         query = iota(0) + (first + row_group * WARPGROUP_ROWS)
         key = (iota(1) + (j * plan.block - base)) * plan.group
         seen = key <= query
@@ -220,20 +245,33 @@ def _kernel(
             seen = seen & (key + window * plan.group > query)
         return jnp.where(seen, scores, MASKED)
 
-    def clean(v_smem: Any, j: jax.Array) -> None:
-        """Zero V from `end` on: stale memory may hold NaN, and a weight of 0 does not undo it."""
+    def rewrite(source: Any, target: Any, j: jax.Array, start: int, columns: int) -> None:
+        """target = source, in target's dtype, for `columns` of key block j; zeros from `end` on.
+
+        Stale memory may hold NaN, and a weight of 0 does not undo it. The warpgroups share the work.
+        """
         _synchronize(joint, plan.warpgroups)
-        share = plan.v_dim // plan.warpgroups
-        width = math.gcd(share, 64)  # columns in registers at a time
-        for at in range(0, share, width):
-            part = v_smem.at[:, pl.ds(warpgroup * share + at, width)] if plan.warpgroups > 1 else v_smem.at[:, pl.ds(at, width)]
-            values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
-            key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(key + j * plan.block < end, values, jnp.zeros_like(values))
+        width = math.gcd(columns, 64)
+        chunks, turns = columns // width, -(-columns // (width * plan.warpgroups))
+        # An 8-bit element is loaded in the layout in which it is widened without moving.
+        is_narrow = jnp.dtype(source.dtype).itemsize == 1
+        layout = plgpu.Layout.WGMMA_UPCAST_2X if is_narrow else plgpu.Layout.WGMMA
+
+        @pl.loop(0, turns)  # not unrolled: registers are short
+        def _(turn: jax.Array) -> None:
+            chunk = turn * plan.warpgroups + warpgroup
+
+            @pl.when(chunk < chunks)
+            def _() -> None:
+                at = pl.ds(start + chunk * width, width)
+                values = plgpu.layout_cast(source[:, at], layout).astype(target.dtype)
+                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout) + j * plan.block
+                target[:, at] = jnp.where(key < end, values, jnp.zeros_like(values))
+
         plgpu.commit_smem()
         _synchronize(joint, plan.warpgroups)
 
-    def refill(j: jax.Array) -> None:
+    def refill(j: jax.Array, found: Boxes) -> None:
         """While block j is worked on, start the copies into the stage of the one before it.
 
         With two warpgroups that is after their first product, so that they may be half a step apart.
@@ -246,14 +284,23 @@ def _kernel(
             def _() -> None:
                 plgpu.barrier_wait(consumed.at[lax.rem(ahead - low, jnp.int32(plan.stages))])
 
-            pl.when(warpgroup == 0)(functools.partial(fetch, ahead))
+            pl.when(warpgroup == 0)(functools.partial(fetch, ahead, found))
 
-    def step(j: jax.Array, carry: Carry, *, is_edge: bool) -> Carry:
+    def step(j: jax.Array, state: tuple[Carry, Boxes], *, is_edge: bool) -> tuple[Carry, Boxes]:
+        """Work on key block j. The state names the boxes of the block that is fetched next, so that nothing
+        waits for the page table."""
+        carry, found = state
         slot = lax.rem(j - low, jnp.int32(plan.stages))
         if plan.warpgroups == 1:
-            refill(j)
+            refill(j, found)
+            found = boxes(j + plan.stages)
         plgpu.barrier_wait(ready.at[slot])
-        scores = scores_of(q_smem.at[row_group], stages_smem.at[slot, :, pl.ds(0, plan.k_dim)])
+        keys_smem = stages_smem.at[slot]
+        if plan.is_converted:
+            rewrite(keys_smem, converted[0], j, 0, row_dim)
+            keys_smem = converted[0]
+            plgpu.barrier_arrive(consumed.at[slot])
+        scores = scores_of(q_smem.at[row_group], keys_smem.at[:, pl.ds(0, plan.k_dim)])
         if plan.soft_cap is None:
             scores = scores * (plan.sm_scale * LOG2_E)
         else:
@@ -265,14 +312,16 @@ def _kernel(
         weights, (maximum, norm, acc) = online_softmax(carry, scores)
 
         if plan.warpgroups > 1:
-            refill(j)
-        if is_edge:
-            v_all = stages_smem.at[slot, :, pl.ds(plan.v_start, plan.v_dim)]
-            pl.when((j + 1) * plan.block > end)(functools.partial(clean, v_all, j))
-        v_smem = stages_smem.at[slot, :, pl.ds(plan.v_start + column, plan.columns)]
-        acc = accumulate(acc, weights.astype(jnp.bfloat16), v_smem)
-        plgpu.barrier_arrive(consumed.at[slot])
-        return maximum, norm, acc
+            refill(j, found)
+            found = boxes(j + plan.stages)
+        if is_edge and not plan.is_converted:
+            clean = functools.partial(rewrite, keys_smem, keys_smem, j, plan.v_start, plan.v_dim)
+            pl.when((j + 1) * plan.block > end)(clean)
+        v_smem = keys_smem.at[:, pl.ds(plan.v_start + column, plan.columns)]
+        acc = accumulate(acc, weights.astype(plan.dtype), v_smem)
+        if not plan.is_converted:
+            plgpu.barrier_arrive(consumed.at[slot])
+        return (maximum, norm, acc), found
 
     @pl.when(low < high)
     def _() -> None:
@@ -285,15 +334,13 @@ def _kernel(
                     q_ready,
                 )
             for ahead in range(plan.stages - 1):
-                pl.when(low + ahead < high)(functools.partial(fetch, low + ahead))
+                pl.when(low + ahead < high)(functools.partial(fetch, low + ahead, boxes(low + ahead)))
 
         reduced = plgpu.Layout.WGMMA.reduce(1)
         carry: Carry = (
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), reduced),
             plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), reduced),
-            plgpu.layout_cast(
-                jnp.zeros((WARPGROUP_ROWS, plan.columns), jnp.float32), plgpu.Layout.WGMMA
-            ),
+            plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, plan.columns), jnp.float32), plgpu.Layout.WGMMA),
         )
         plgpu.barrier_wait(q_ready)
 
@@ -306,10 +353,11 @@ def _kernel(
         first_query = base + lax.div(first, jnp.int32(plan.group))
         whole_high = jnp.clip(lax.div(first_query + 1, jnp.int32(plan.block)), whole_low, high)
         edge_step = functools.partial(step, is_edge=True)
+        state = carry, boxes(low + (plan.stages - 1))
         if plan.is_windowed:
-            carry = lax.fori_loop(low, whole_low, edge_step, carry)
-        carry = lax.fori_loop(whole_low, whole_high, functools.partial(step, is_edge=False), carry)
-        maximum, norm, acc = lax.fori_loop(whole_high, high, edge_step, carry)
+            state = lax.fori_loop(low, whole_low, edge_step, state)
+        state = lax.fori_loop(whole_low, whole_high, functools.partial(step, is_edge=False), state)
+        (maximum, norm, acc), _ = lax.fori_loop(whole_high, high, edge_step, state)
         for slot in range(plan.stages):
             # Every warpgroup is done with every stage: its memory is free for the results.
             pl.when(low + slot < high)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
@@ -327,11 +375,13 @@ def _kernel(
                 lse_smem.at[warpgroup, pl.ds(0, stored_rows)], lse_hbm.at[tile, head, split, stored]
             )
         else:  # all of them have the same
+
             @pl.when(warpgroup == 0)
             def _() -> None:
                 plgpu.copy_smem_to_gmem(
                     lse_smem.at[0, pl.ds(0, stored_rows)], lse_hbm.at[tile, head, split, stored]
                 )
+
         plgpu.wait_smem_to_gmem(0)
 
 
