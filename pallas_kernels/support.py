@@ -20,7 +20,11 @@ SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
         "gpu": ("xla_loop", "xla", "reference"),
         "tpu": ("xla", "xla_loop", "reference"),
     },
-    "quantized_matmul": dict.fromkeys(PLATFORMS, ("xla", "reference")),
+    "quantized_matmul": {
+        "cpu": ("xla", "reference"),
+        "gpu": ("mosaic_gpu", "xla", "reference"),
+        "tpu": ("xla", "reference"),
+    },
 }
 # Implementations that some chips of their platform cannot run.
 CHIPS: dict[str, tuple[str, ...]] = {"mosaic_gpu": ("h100", "h200")}

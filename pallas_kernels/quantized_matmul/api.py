@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.quantized_matmul import mosaic_gpu
 from pallas_kernels.quantized_matmul.reference import reference_quantized_matmul
 from pallas_kernels.quantized_matmul.validate import validate
 from pallas_kernels.quantized_matmul.weight import QuantizedWeight
 from pallas_kernels.quantized_matmul.xla import xla_quantized_matmul
 from pallas_kernels.support import resolve
 
-_IMPLEMENTATIONS = {"reference": reference_quantized_matmul, "xla": xla_quantized_matmul}
+_PLAIN = {"reference": reference_quantized_matmul, "xla": xla_quantized_matmul}
 
 
 def quantized_matmul(
@@ -28,15 +29,25 @@ def quantized_matmul(
         weight: as `pack` lays it out for the platform.
         platform: "cpu", "gpu" or "tpu": the target, never asked of the running process.
         chip: the target's name in `chips`, if known.
-        implementation: "auto", "xla" or "reference".
+        implementation: "auto", "mosaic_gpu", "xla" or "reference". "auto" takes the first of the platform's
+            list (`support`) that serves the dtypes and shapes.
 
     Returns:
         [num_tokens, out] in x's dtype. Sums are float32; dequantised values are rounded to x's dtype.
 
     Raises:
-        NotImplementedError: the named implementation does not run on the platform or chip.
+        NotImplementedError: the named implementation does not run on the platform or chip, or does not serve
+            the dtypes or shapes.
         ValueError: shapes or dtypes do not fit together.
     """
     validate(x, weight, platform=platform)
     name = resolve("quantized_matmul", platform, implementation, chip=chip)
-    return _IMPLEMENTATIONS[name](x, weight, platform=platform)
+    if name == "mosaic_gpu":
+        assert chip is not None  # what `resolve` asks for
+        reason = mosaic_gpu.reason_against(x, weight)
+        if reason is None:
+            return mosaic_gpu.mosaic_gpu_quantized_matmul(x, weight, chip=chip)
+        if implementation != "auto":
+            raise NotImplementedError(f"quantized_matmul: {name} does not serve this call: {reason}")
+        name = "xla"
+    return _PLAIN[name](x, weight, platform=platform)
