@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jaxserve
-from jaxserve.cli import chat, doctor, generate, models, serve
+from jaxserve.cli import chat, doctor, generate, models, plan, serve
 from jaxserve.cli.command import Command, Values
 from jaxserve.cli.ending import end_process
 from jaxserve.cli.options import UsageError, nearest, resolve
@@ -23,6 +23,7 @@ COMMANDS: tuple[Command, ...] = (
     serve.COMMAND,
     generate.COMMAND,
     chat.COMMAND,
+    plan.COMMAND,
     models.COMMAND,
     doctor.COMMAND,
 )

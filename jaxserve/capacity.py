@@ -1,0 +1,118 @@
+"""What an engine's arguments come to on a device: number format, attention, limits, pool, static spec.
+
+The engine asks for the devices it has, `jaxserve plan` for ones it has not.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.engine_args import EngineArgs
+from jaxserve.errors import ConfigError
+from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
+from jaxserve.models.config import ModelConfig
+from jaxserve.scheduler import SchedulerConfig
+from jaxserve.sharding import platform_of, splits_heads
+from jaxserve.skeleton import ModelSkeleton
+from jaxserve.step import StepSpec
+from pallas_kernels.support import resolve
+
+_UTILIZATION = 0.9  # of an accelerator's memory
+
+
+def choose_attention(args: EngineArgs, platform: str, chip: str | None) -> str:
+    """The implementation's name. Raises ConfigError when the one asked for cannot serve there."""
+    try:
+        return resolve("ragged_paged_attention", platform, args.attention_implementation, chip=chip)
+    except NotImplementedError as error:
+        raise ConfigError(f"attention_implementation: {error}") from error
+
+
+def choose_dtype(args: EngineArgs, platform: str) -> np.dtype:
+    """Of weights and activations."""
+    if args.dtype != "auto":
+        return np.dtype(jnp.dtype(args.dtype))
+    return np.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+
+
+def choose_num_seqs(args: EngineArgs, platform: str) -> int:
+    return args.max_num_seqs or (32 if platform == "cpu" else 256)
+
+
+def choose_limits(
+    args: EngineArgs, config: ModelConfig, dtype: np.dtype, platform: str, budget_bytes: int
+) -> tuple[SchedulerConfig, PoolSpec]:
+    """The scheduler's limits and the pool. `budget_bytes`: of the pool over all devices.
+
+    Raises ConfigError for a context that the model does not have and for a budget below two pages.
+    """
+    max_num_seqs = choose_num_seqs(args, platform)
+    max_model_len = args.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings and config.rope.rope_type != "dynamic":
+        raise ConfigError(
+            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
+            f"{config.max_position_embeddings}"
+        )
+    page_size = args.page_size or default_page_size(max_model_len)
+    kv_dtype = dtype if args.kv_cache_dtype == "auto" else np.dtype(jnp.dtype(args.kv_cache_dtype))
+    pool = plan_pool(
+        config,
+        dtype=kv_dtype,
+        page_size=page_size,
+        num_pages=args.num_pages,
+        budget_bytes=budget_bytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        platform=platform,
+    )
+    if args.max_model_len is None:
+        max_model_len = min(max_model_len, pool.num_tokens)
+    tokens = args.max_num_batched_tokens or (512 if platform == "cpu" else 2048)
+    limits = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(tokens, 1),
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=pool.num_pages,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy="priority" if args.scheduling_policy == "priority" else "fcfs",
+        scheduler_delay=args.scheduler_delay,
+        max_queue=args.max_queue,
+    )
+    return limits, pool
+
+
+def pool_budget(
+    args: EngineArgs, config: ModelConfig, mesh: Mesh, device_bytes: int, taken_bytes: int
+) -> int:
+    """Bytes of the pool over all accelerators of a mesh; negative where the rest does not fit.
+
+    Args:
+        device_bytes: memory of one device.
+        taken_bytes: what each device needs beside the pool and the step's tables, weights above all.
+    """
+    slots = choose_num_seqs(args, platform_of(mesh)) + 1
+    tables = 4 * slots * (config.vocab_size + (args.max_model_len or config.max_position_embeddings))
+    share = int(device_bytes * (args.memory_utilization or _UTILIZATION))
+    # Heads that the mesh does not divide are all on every device.
+    return (share - taken_bytes - tables) * (mesh.size if splits_heads(config, mesh) else 1)
+
+
+def make_spec(skeleton: ModelSkeleton, mesh: Mesh, chip: str | None, attention: str) -> StepSpec:
+    """What is static in the engine's programs; `attention` is an implementation's name."""
+    config = skeleton.config
+    return StepSpec(
+        graphdef=skeleton.graphdef,
+        treedef=skeleton.treedef,
+        mesh=mesh,
+        shard_heads=skeleton.shard_heads,
+        head_dim=config.head_dim,
+        sm_scale=config.attention_scale or config.head_dim**-0.5,
+        soft_cap=config.attention_soft_cap,
+        platform=platform_of(mesh),
+        chip=chip,
+        attention_implementation=attention,
+    )
