@@ -20,6 +20,10 @@ from jaxserve.sharding import param_sharding, platform_of, splits_heads, variabl
 
 ROPE_PATH: Path = ("rope_inv_freq",)
 
+# A TPU's products read their matrix in a stack. CPUs and GPUs would copy it out first, every layer, every
+# step. Branching to a layer's matrix costs nothing on a CPU, and a pipeline flush on a GPU.
+_LAYOUTS: dict[str, Layout] = {"cpu": "looped", "gpu": "unrolled", "tpu": "stacked"}
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -100,9 +104,7 @@ def build_skeleton(
 ) -> ModelSkeleton:
     """The module for a mesh. `layout`: see `Placement`; None is what the mesh's platform does best."""
     platform = platform_of(mesh)
-    # Branching to a layer's matrix costs nothing on a CPU, and a pipeline flush elsewhere; reading it in a
-    # stack costs nothing there, and a copy on a CPU.
-    layout = layout or ("looped" if platform == "cpu" else "stacked")
+    layout = layout or _LAYOUTS[platform]
     placement = Placement(mesh, platform, splits_heads(config, mesh), layout)
     abstract = nnx.eval_shape(lambda: family.module(config, dtype=jnp.dtype(dtype), placement=placement))
     graphdef, state = nnx.split(abstract)

@@ -43,6 +43,24 @@ class LayerWeight:
         return jnp.stack(self.arrays)[self.index] if self.arrays[0].ndim == 1 else self
 
 
+class StackedWeight:
+    """The weight of layer `index` (traced) in an array that holds those of all layers, [num_layers, ...]."""
+
+    def __init__(self, array: jax.Array, index: jax.Array) -> None:
+        self.array = array
+        self.index = index
+
+    def __getitem__(self, key: Any) -> jax.Array | StackedWeight:
+        """`weight[...]`, as of a parameter: vectors and matrices are sliced out.
+
+        The TPU compiler makes the slice a part of the product that reads it. It cannot where the product is
+        a kernel, as that of experts is: their arrays stay whole, and the kernel is told where to read.
+        """
+        if self.array.ndim > 3:
+            return self
+        return jax.lax.dynamic_index_in_dim(self.array, self.index, keepdims=False)
+
+
 Weight = jax.Array | LayerWeight
 
 
@@ -83,15 +101,12 @@ def stack_layers(layer: nnx.Module, num_layers: int) -> None:
 
 
 def scan_layers(layers: nnx.Module, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-    """`loop_layers` over a module whose parameters are stacked (`stack_layers`).
-
-    TPU and GPU compilers let a product read its matrix in the stack, without copying it out.
-    """
+    """`loop_layers` over a module whose parameters are stacked (`stack_layers`)."""
     graphdef, state = nnx.split(layers)
     num_layers = jax.tree.leaves(state)[0].shape[0]
 
     def one(i: jax.Array, carry: Any) -> Any:
-        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), state)
+        own = jax.tree.map(lambda a: StackedWeight(a, i), state)
         return body(nnx.merge(graphdef, own), i, carry)
 
     return jax.lax.fori_loop(0, num_layers, one, carry)

@@ -11,7 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.attention import Placement
 from jaxserve.models.config import Activation, ModelConfig
-from jaxserve.models.layers import MODEL_AXIS, Linear, activate, linear, sharded_param, with_weights
+from jaxserve.models.layers import (
+    MODEL_AXIS,
+    Linear,
+    StackedWeight,
+    activate,
+    linear,
+    sharded_param,
+    with_weights,
+)
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -54,34 +62,46 @@ class SparseMLP(nnx.Module):
         """x [num_tokens, hidden] -> the same."""
         own = self.experts
         weights = [own.gate_proj[...], own.up_proj[...], own.down_proj[...]]
-        return with_weights(self._compute, weights, x, *self.route(x))
+        args = x, *self.route(x)
+        stacked = [w for w in weights if isinstance(w, StackedWeight)]
+        if stacked:
+            return self._compute(stacked[0].index, *(w.array for w in stacked), *args)
 
-    def _compute(self, *arrays: jax.Array) -> jax.Array:
+        def alone(gate: jax.Array, up: jax.Array, down: jax.Array, *args: jax.Array) -> jax.Array:
+            """A layer by itself is a stack of one."""
+            return self._compute(jnp.int32(0), gate[None], up[None], down[None], *args)
+
+        return with_weights(alone, weights, *args)
+
+    def _compute(self, layer: jax.Array, *arrays: jax.Array) -> jax.Array:
+        """`run_experts` of `layer`, on each device for its own experts."""
         run = functools.partial(
             run_experts, num_experts=self.num_experts, activation=self.activation, platform=self.platform
         )
         mesh = self.mesh
         if mesh is None or mesh.size == 1:
-            return run(jnp.int32(0), *arrays)
+            return run(layer, jnp.int32(0), *arrays)
         splits = self.num_experts % mesh.shape[MODEL_AXIS] == 0
 
-        def local(*arrays: jax.Array) -> jax.Array:
+        def local(layer: jax.Array, *arrays: jax.Array) -> jax.Array:
             """This device's experts, for all tokens; the sum over devices is the layer's one all-reduce."""
             if not splits:
-                return run(jnp.int32(0), *arrays)
+                return run(layer, jnp.int32(0), *arrays)
             first = jax.lax.axis_index(MODEL_AXIS) * (self.num_experts // mesh.shape[MODEL_AXIS])
-            return jax.lax.psum(run(first, *arrays), MODEL_AXIS)
+            return jax.lax.psum(run(layer, first, *arrays), MODEL_AXIS)
 
-        experts = P(MODEL_AXIS) if splits else P()
-        in_specs = (experts, experts, experts, P(), P(), P())
-        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)(*arrays)
+        experts = P(None, MODEL_AXIS) if splits else P()
+        in_specs = (P(), experts, experts, experts, P(), P(), P())
+        run_all = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)
+        return run_all(layer, *arrays)
 
 
 def run_experts(
+    layer: jax.Array,  # int32 []: which of the layers given
     first: jax.Array,  # int32 []: the number of the first expert given
-    gate: jax.Array,  # [given, hidden, width]
-    up: jax.Array,  # [given, hidden, width]
-    down: jax.Array,  # [given, width, hidden]
+    gate: jax.Array,  # [layers, given, hidden, width]
+    up: jax.Array,  # [layers, given, hidden, width]
+    down: jax.Array,  # [layers, given, width, hidden]
     x: jax.Array,  # [num_tokens, hidden]
     probs: jax.Array,  # float32 [num_tokens, top_k]
     chosen: jax.Array,  # int32 [num_tokens, top_k]
@@ -92,12 +112,18 @@ def run_experts(
 ) -> jax.Array:
     """The part of the given experts in the sum, [num_tokens, hidden]; summed in float32."""
     num_tokens, top_k = chosen.shape
-    given = gate.shape[0]
+    num_layers, given = gate.shape[:2]
     # Counted from the first given expert, so that rows of the given experts sort to the front.
     expert = (chosen.reshape(-1) - first) % num_experts  # [num_tokens * top_k]
     order = jnp.argsort(expert)  # [num_tokens * top_k]
     sizes = jnp.sum(expert[:, None] == jnp.arange(given)[None, :], axis=0, dtype=jnp.int32)  # [given]
-    multiply = functools.partial(grouped_matmul, group_sizes=sizes, platform=platform)
+    # The experts of other layers are groups without rows: slicing a layer's out would copy them.
+    all_sizes = jnp.zeros((num_layers, given), jnp.int32).at[layer].set(sizes).reshape(-1)
+
+    def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        groups = weights.reshape(-1, *weights.shape[2:])  # [layers * given, in, out]
+        return grouped_matmul(rows, groups, all_sizes, platform=platform)
+
     rows = x[order // top_k]  # [num_tokens * top_k, hidden]
     hidden = activate(multiply(rows, gate), activation) * multiply(rows, up)
     out = multiply(hidden, down)[jnp.argsort(order)].reshape(num_tokens, top_k, -1)

@@ -1,0 +1,106 @@
+"""Families' programs as the TPU compiler makes them, for a slice that need not be there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family_by_name
+from jaxserve.models.rope import RopeConfig
+from jaxserve.plan.hlo import collectives, pool_copies
+from jaxserve.sharding import make_mesh
+from jaxserve.skeleton import ROPE_PATH, build_skeleton
+from pallas_kernels.aot import CompilerMissingError, abstract_devices
+
+# Stacks larger than a chip's vector memory: smaller ones are prefetched into it, which looks like a copy.
+DENSE = ModelConfig(
+    family="llama",
+    vocab_size=65544,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=64,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=10000.0, head_dim=128, max_position_embeddings=4096),
+    max_position_embeddings=4096,
+)
+FAMILIES = {
+    "llama": DENSE,
+    "qwen3_moe": dataclasses.replace(
+        DENSE,
+        family="qwen3_moe",
+        qk_norm=True,
+        num_experts=32,
+        num_experts_per_token=4,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    "gemma3_text": dataclasses.replace(
+        DENSE,
+        family="gemma3_text",
+        qk_norm=True,
+        unit_offset_norms=True,
+        sandwich_norms=True,
+        activation="gelu_tanh",
+        tie_word_embeddings=True,
+        layer_windows=(64, None) * 32,
+        local_rope=RopeConfig(theta=1000.0, head_dim=128, max_position_embeddings=4096),
+    ),
+}
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    try:
+        return make_mesh(abstract_devices("v6e:2x4"), 8)
+    except CompilerMissingError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tpu_reads_stacked_layers_where_they_lie(name: str, mesh: Mesh) -> None:
+    """No layer's matrix is copied out of its stack, and devices exchange only what tensor parallelism must:
+    a sum after attention, one after the MLP, and one for the embedding, which is split over the vocabulary.
+    """
+    config = FAMILIES[name]
+    skeleton = build_skeleton(family_by_name(name), config, np.dtype(jnp.bfloat16), mesh, 4096)
+
+    def attend(
+        layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, window: object = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of each query, its own value alone; keys keep their part in the result."""
+        own = jnp.repeat(v * jnp.sum(k, axis=-1, keepdims=True), q.shape[1] // v.shape[1], axis=1)
+        return q * own, pool
+
+    def run(weights: tuple[jax.Array, ...], ids: jax.Array, positions: jax.Array) -> jax.Array:
+        model = nnx.merge(skeleton.graphdef, jax.tree.unflatten(skeleton.treedef, weights))
+        return model(ids, positions, attend, jnp.zeros(()))[0]
+
+    avals = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding) for s in skeleton.leaves)
+    whole = NamedSharding(mesh, P())
+    ids = jax.ShapeDtypeStruct((NUM_TOKENS,), jnp.int32, sharding=whole)
+    text = jax.jit(run, out_shardings=whole).lower(avals, ids, ids).compile().as_text()
+
+    # A router's matrix is no larger than an activation.
+    small = {ROPE_PATH, ("layers", "mlp", "gate", "weight")}
+    stacks = [leaf for leaf in skeleton.leaves if len(leaf.shape) > 2 and leaf.path not in small]
+    assert all(leaf.shape[0] == config.num_layers for leaf in stacks)
+    for leaf in stacks:
+        local = leaf.sharding.shard_shape(leaf.shape)
+        # Otherwise an activation could be mistaken for the layer's matrix.
+        assert math.prod(local[1:]) > NUM_TOKENS * config.hidden_size
+        assert pool_copies(text, local) == [], leaf.path
+    (sums,) = collectives(text)
+    assert (sums.kind, sums.count) == ("all-reduce", 2 * config.num_layers + 1)
