@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,15 @@ def mesh() -> Mesh:
         return make_mesh(abstract_devices("v6e:2x4"), 8)
     except CompilerMissingError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_not_cached() -> Iterator[None]:
+    """One for devices that are not there can be written to the cache and not read back."""
+    before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
