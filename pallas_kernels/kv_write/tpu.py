@@ -18,14 +18,14 @@ from pallas_kernels.ragged_paged_attention.types import Rows
 
 
 class _Tiles(NamedTuple):
-    """The tiles to write, in order of rows; `count` of them. int32, [capacity] each but the last."""
+    """The tiles to write, in order of rows; `total` of them. int32, [capacity] each but the last."""
 
     page: jax.Array
     offset: jax.Array  # tile's index in its page
     first: jax.Array  # new rows of the tile: [first, stop)
     stop: jax.Array
     token: jax.Array  # [capacity, tile]: which token each row is
-    count: jax.Array  # []
+    total: jax.Array  # []
 
 
 def tile_rows(kv_pool: jax.Array) -> int:
@@ -67,7 +67,7 @@ def write_kv_tpu(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(tiles.count,),
+            grid=(tiles.total,),
             in_specs=[pl.BlockSpec((None, heads, tile, row_dim), lambda i, *_: (i, 0, 0, 0)), pool_tile],
             out_specs=pool_tile,
         ),
@@ -100,5 +100,5 @@ def _tiles(rows: Rows, num_tokens: int, page_size: int, tile: int) -> _Tiles:
         first=jnp.clip(start[row] - position, 0, tile),
         stop=jnp.where(is_live, jnp.clip(rows.kv_lens[row] - position, 0, tile), 0),
         token=jnp.clip(token, 0, num_tokens - 1),
-        count=jnp.maximum(ends[-1], 1),  # one that writes nothing, on page 0, when there is none
+        total=jnp.maximum(ends[-1], 1),  # one that writes nothing, on page 0, when there is none
     )

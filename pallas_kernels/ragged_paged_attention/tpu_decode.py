@@ -22,6 +22,7 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import (
     KVShape,
     OnlineSoftmax,
     PageStream,
+    for_each_head,
     round_up,
     sublanes,
     vmem_limit,
@@ -29,6 +30,7 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import (
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 
 _ROWS_PER_STEP = 8
+_HEADS_AT_ONCE = 8  # heads whose chains of small operations are interleaved
 
 
 def tpu_decode(
@@ -74,7 +76,7 @@ def tpu_decode(
     def row_block(*dims: int) -> pl.BlockSpec:
         return pl.BlockSpec((_ROWS_PER_STEP, *dims), lambda g, *_: (g, *(0 for _ in dims)))
 
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs, specs = [q4], [row_block(heads, padded, shape.q_width)]
     if kv is not None:
         inputs.append(jnp.pad(kv, ((0, extra), (0, 0), (0, 0)))[:, :, None])
@@ -100,8 +102,8 @@ def tpu_decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=prefetched,
             grid=(num_padded // _ROWS_PER_STEP,),
-            in_specs=[*specs, anywhere],
-            out_specs=[row_block(heads, padded, shape.out_width), anywhere],
+            in_specs=[*specs, in_hbm],
+            out_specs=[row_block(heads, padded, shape.out_width), in_hbm],
             scratch_shapes=[
                 pltpu.VMEM((2, blocks.pages_per_block, *kv_pool.shape[2:]), kv_pool.dtype),
                 pltpu.VMEM((2, heads, tile, shape.row_dim), kv_pool.dtype),
@@ -227,17 +229,23 @@ def _kernel(
                     key = base + step * stream.keys
                     key += jax.lax.broadcasted_iota(jnp.int32, (q_ref.shape[2], stream.keys), 1)
                     is_seen = (key < kv_len) & (key >= since)
-                    for head in range(shape.num_heads):
+
+                    def one_head(head: jax.Array | int) -> None:
                         k, v = shape.split(stream.rows(slot, step, head))
                         softmax.update(head, q_ref[r, head], k, v, is_seen)
+
+                    for_each_head(shape.num_heads, _HEADS_AT_ONCE, one_head)
 
                 live = jnp.minimum(kv_len - base, block_keys)
                 jax.lax.fori_loop(0, (live + stream.keys - 1) // stream.keys, one_step, None)
                 state[0] = 1 - slot
 
             jax.lax.fori_loop(0, num_blocks, one_block, None)
-            for head in range(shape.num_heads):
+
+            def finish(head: jax.Array | int) -> None:
                 out_ref[r, head] = softmax.result(head).astype(out_ref.dtype)
+
+            for_each_head(shape.num_heads, _HEADS_AT_ONCE, finish)
 
     jax.lax.fori_loop(0, _ROWS_PER_STEP, one_row, None)
 

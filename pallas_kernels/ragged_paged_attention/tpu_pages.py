@@ -7,6 +7,7 @@ that a short sequence costs what its own length costs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,20 @@ def vmem_limit(kv_pool: jax.Array, blocks: Blocks) -> int:
     return min(buffers + 24 * 2**20, 56 * 2**20)
 
 
+def for_each_head(num_heads: int, at_once: int, body: Callable[[jax.Array | int], None]) -> None:
+    """body(head) for each head; written out for groups of up to `at_once`, looped over groups."""
+    size = max(n for n in range(1, at_once + 1) if num_heads % n == 0)
+
+    def one_group(i: jax.Array | int, _: None) -> None:
+        for j in range(size):
+            body(i * size + j)
+
+    if size == num_heads:
+        one_group(0, None)
+    else:
+        jax.lax.fori_loop(0, num_heads // size, one_group, None)
+
+
 class PageStream:
     """Fetches blocks of pages; lives inside a kernel's body.
 
@@ -172,7 +187,7 @@ class PageStream:
         end = (last // self.keys + 1) * self.keys
         jax.lax.fori_loop(here + 1, end // tile, clear, None)
 
-    def rows(self, slot: jax.Array, step: jax.Array, head: int) -> jax.Array:
+    def rows(self, slot: jax.Array, step: jax.Array, head: jax.Array | int) -> jax.Array:
         """[keys, row_dim] of one head, sub-block `step`."""
         num_pages = self.blocks.pages_per_step
         pages = self.buffers[slot, pl.ds(step * num_pages, num_pages), head]
@@ -200,7 +215,9 @@ class OnlineSoftmax:
             self.maximum[...] = jnp.broadcast_to(sinks, self.maximum.shape)
             self.norm[...] = jnp.ones(self.norm.shape, jnp.float32)
 
-    def update(self, head: int, q: jax.Array, k: jax.Array, v: jax.Array, is_seen: jax.Array) -> None:
+    def update(
+        self, head: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, is_seen: jax.Array
+    ) -> None:
         """q [num_queries, q_width], k [keys, q_width], v [keys, out_width], is_seen [num_queries, keys].
 
         While a query has seen no key its sums are garbage; the first true score scales them to 0.
@@ -220,7 +237,7 @@ class OnlineSoftmax:
         v = v.astype(q.dtype)
         self.acc[head] = self.acc[head] * scale + matmul(p.astype(v.dtype), v, transpose=False)
 
-    def result(self, head: int) -> jax.Array:
+    def result(self, head: jax.Array | int) -> jax.Array:
         """float32 [num_queries, out_width]."""
         norm = self.norm[head][:, :1]
         return self.acc[head] / jnp.where(norm == 0.0, 1.0, norm)

@@ -24,6 +24,7 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import (
     KVShape,
     OnlineSoftmax,
     PageStream,
+    for_each_head,
     round_up,
     sublanes,
     vmem_limit,
@@ -83,7 +84,7 @@ def tpu_prefill(
         columns = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), tile, axis=1)
         inputs.append(jnp.broadcast_to(columns[..., None], (heads, group * tile, LANES)))
         specs.append(pl.BlockSpec((heads, group * tile, LANES), lambda i, *_: (0, 0, 0)))
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     state = (heads, group * tile)
     kernel = functools.partial(
         _kernel,
@@ -98,8 +99,8 @@ def tpu_prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(count,),
-            in_specs=[*specs, anywhere, anywhere],
-            out_specs=anywhere,
+            in_specs=[*specs, in_hbm, in_hbm],
+            out_specs=in_hbm,
             scratch_shapes=[
                 pltpu.VMEM((2, num_q_heads, tile, shape.q_width), q.dtype),
                 pltpu.VMEM((num_q_heads, tile, shape.out_width), q.dtype),
@@ -233,10 +234,13 @@ def _kernel(
             key = base + step * stream.keys + jax.lax.broadcasted_iota(jnp.int32, lines, 1)
             query = position + jax.lax.broadcasted_iota(jnp.int32, lines, 0) % tile
             is_seen = (key <= query) & (key < last) & (key > query - window)
-            for head in range(shape.num_heads):
-                q = queries[item % 2, head * group : (head + 1) * group]
+
+            def one_head(head: jax.Array | int) -> None:
+                q = queries[item % 2, pl.ds(head * group, group)]
                 k, v = shape.split(stream.rows(slot, step, head))
                 softmax.update(head, q.reshape(group * tile, shape.q_width), k, v, is_seen)
+
+            for_each_head(shape.num_heads, 1, one_head)
 
         live = jnp.minimum(last - base, blocks.pages_per_block * page_size)
         jax.lax.fori_loop(0, (live + stream.keys - 1) // stream.keys, one_step, None)
@@ -249,9 +253,11 @@ def _kernel(
     def previous_result() -> None:
         out_copy(item - 1).wait()
 
-    for head in range(shape.num_heads):
+    def finish(head: jax.Array | int) -> None:
         rows = softmax.result(head).astype(result.dtype).reshape(group, tile, shape.out_width)
-        result[head * group : (head + 1) * group] = rows
+        result[pl.ds(head * group, group)] = rows
+
+    for_each_head(shape.num_heads, 1, finish)
     out_copy(item).start()
 
     @pl.when(item == num_items - 1)
