@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +20,10 @@ from jaxserve.models.attention import Placement
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import MODEL_AXIS
 from jaxserve.models.moe import SparseMLP
-from jaxserve.models.registry import family_of
+from jaxserve.models.registry import family_of, read_model
 from jaxserve.sharding import make_mesh
 from jaxserve.skeleton import build_skeleton
+from jaxserve_checkpoints import Checkpoint
 from tests.jaxserve.tiny import GOLDENS, TINY
 
 pytestmark = pytest.mark.quick
@@ -220,3 +222,10 @@ def test_experts_over_a_mesh_give_the_same_with_one_all_reduce(num_devices: int,
     assert text.count(" all-reduce(") == (1 if num_experts % num_devices == 0 else 0)
     for other in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert other not in text
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3moe", "gemma3"])
+def test_families_without_gguf_names_say_so(architecture: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, "gguf", None, {"general.architecture": architecture}, {}, {})
+    with pytest.raises(UnsupportedModelError, match=rf"{architecture}.*GGUF"):
+        read_model(checkpoint)
