@@ -23,7 +23,7 @@ SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
     "quantized_matmul": {
         "cpu": ("xla", "reference"),
         "gpu": ("mosaic_gpu", "xla", "reference"),
-        "tpu": ("xla", "reference"),
+        "tpu": ("mosaic_tpu", "xla", "reference"),
     },
 }
 # Implementations that some chips of their platform cannot run.
