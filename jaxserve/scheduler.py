@@ -19,7 +19,8 @@ The rules:
 * What could never fit is refused by `add_request`, so the first in order always advances and everything ends.
 * A position's KV is in the page that `page_ids` names. Full pages of known tokens are registered in the
   prefix cache as soon as the step that fills them is scheduled: the device runs steps in order, and a layer
-  writes before it reads.
+  writes before it reads. Only a page that a single token fills has to wait for the next step: kernels write
+  such tokens while they read for other rows (see `ragged_paged_attention`).
 
 Run-ahead: a next step may be scheduled while one is under way. A decode whose last token is still on the
 device is then scheduled with `num_in_flight` = 1. A caller must read `page_ids` and tokens of a step, and
@@ -354,7 +355,8 @@ class Scheduler:
         samples = after == request.num_scheduled_total and after < request.max_total_tokens
         if samples:
             request.num_in_flight += 1
-        self._register_full_pages(request)
+        if count > 1:
+            self._register_full_pages(request)
         return ScheduledRequest(request, count, before, samples, upload)
 
     # Waiting requests.

@@ -449,6 +449,19 @@ def test_a_wholly_cached_prompt_leaves_a_page_to_compute():
     assert (b.num_cached_tokens, c.num_cached_tokens) == (4, 8)
 
 
+def test_a_page_that_a_single_token_fills_is_found_from_the_next_step_on():
+    """Within a step it is not: rows of one token are computed side by side."""
+    scheduler = make_scheduler()
+    a = add(scheduler, "a", prompt=7)
+    step(scheduler)
+    known = [*a.prompt_token_ids, TOKEN]  # two full pages once the eighth is computed
+    b = add(scheduler, "b", prompt=[*known, 1])
+    assert step(scheduler) == {"a": 1, "b": 5}
+    c = add(scheduler, "c", prompt=[*known, 2])
+    assert step(scheduler)["c"] == 1
+    assert (b.num_cached_tokens, c.num_cached_tokens) == (4, 8)
+
+
 def test_the_output_of_a_request_is_found_by_its_continuation():
     scheduler = make_scheduler()
     a = add(scheduler, "a", prompt=[1] * 6, max_tokens=6)

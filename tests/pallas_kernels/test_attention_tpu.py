@@ -208,27 +208,39 @@ def _unordered_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_prefill.pltpu, "make_async_copy", copy)
 
 
-FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    _no_wait,
-    _one_page_too_many,
-    _stale_tail,
-    _late_mask,
-    _one_buffer,
-    _unordered_results,
+def _page_outside_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = PageStream._copy
+
+    def beyond(self: Any, row: Any, page: Any, place: Any, slot: Any) -> Any:
+        layer, self.layer = self.layer, self.layer + TINY.num_layers
+        copy = inner(self, row, page, place, slot)
+        self.layer = layer
+        return copy
+
+    monkeypatch.setattr(PageStream, "_copy", beyond)
+
+
+# A fault, and what the check that catches it says.
+FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (_no_wait, "nan location mismatch|a race"),
+    (_one_page_too_many, "Out-of-bounds"),
+    (_page_outside_the_pool, "Out-of-bounds"),
+    (_stale_tail, "nan location mismatch"),
+    (_late_mask, "Mismatched elements"),
+    (_one_buffer, "nan location mismatch|a race"),
+    (_unordered_results, "nan location mismatch|Mismatched elements|a race"),
 ]
 
 
 @pytest.mark.usefixtures("tiny_blocks")
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(("fault", "says"), FAULTS, ids=[f.__name__.strip("_") for f, _ in FAULTS])
 def test_a_fault_that_is_put_in_is_caught(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    with pytest.raises((AssertionError, ValueError, jax.errors.JaxRuntimeError)) as caught:
+    with pytest.raises((AssertionError, ValueError, jax.errors.JaxRuntimeError), match=says):
         check_closely()
-    assert (
-        "race" in str(caught.value) or "nan" in str(caught.value).lower() or "Mismatch" in str(caught.value)
-    )
+    assert races_found() or fault is not _one_buffer
 
 
 def test_the_decode_kernel_is_what_single_queries_run(monkeypatch: pytest.MonkeyPatch) -> None:
