@@ -6,13 +6,11 @@ other block sizes: a decode is bound by memory, so its keys may be split over ma
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import chip_by_name
-from pallas_kernels.kv_write import kv_rows, locate_tokens
+from pallas_kernels.kv_write import kv_rows, locate_tokens, write_kv
 from pallas_kernels.ragged_paged_attention import gpu_tiles
 from pallas_kernels.ragged_paged_attention.gpu_kernel import LOG2_E, WARPGROUP_ROWS, Plan, attend
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
@@ -49,7 +47,8 @@ def mosaic_gpu_attention(
     num_tokens = q.shape[0]
     check_case(q, kv_pool, spec)
     if k is not None:
-        kv_pool = write_rows(kv_pool, layer, k, v, rows, decode_only=spec.decode_only)
+        places = locate_tokens(rows, num_tokens, kv_pool.shape[3], decode_only=spec.decode_only)
+        kv_pool = write_kv(kv_pool, layer, kv_rows(k, v, kv_pool.dtype, kv_pool.shape[4]), *places)
     scalars = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, 0 if window is None else window)])
 
     def part(decode: bool) -> tuple[jax.Array, jax.Array]:
@@ -79,11 +78,13 @@ def mosaic_gpu_attention(
         out = (
             jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1) if sinks is not None else out
         )
-        out, is_served = gpu_tiles.scatter_outputs(out, rows, tiles, num_tokens, group)
+        out, is_served = gpu_tiles.scatter_outputs(
+            out, rows, tiles, num_tokens, group, decode_only=spec.decode_only
+        )
         if sinks is not None:
             # One more term in the softmax's sum: out * s / (s + e^sink), s = 2^lse.
             out, lse = out[..., :-1], out[..., -1]
-            out = out * jax.nn.sigmoid(lse / LOG2_E - sinks.astype(jnp.float32))[..., None]
+            out = out * jax.nn.sigmoid(lse / LOG2_E - sinks.astype(jnp.float32)[None, :])[..., None]
         return out.astype(q.dtype), is_served
 
     decoded, is_decode = part(True)
@@ -136,7 +137,7 @@ def make_plan(
     num_seqs, pages_per_seq = rows.page_indices.shape
     row_groups = 1 if decode or column_groups > 1 or num_tokens * group <= WARPGROUP_ROWS else 2
     tile_rows = min(-(-group // 8) * 8, WARPGROUP_ROWS) if decode else WARPGROUP_ROWS * row_groups
-    block = 128 if row_dim <= (128 if decode else 256) else 64
+    block = 128 if row_dim <= (128 if decode else 256) and page_size > 8 else 64
     dtype = _PRODUCTS[jnp.dtype(kv_pool.dtype).name]
     is_converted = kv_pool.dtype != dtype
 
@@ -183,26 +184,3 @@ def make_plan(
         dtype=dtype,
         is_converted=is_converted,
     )
-
-
-def write_rows(
-    kv_pool: jax.Array,
-    layer: int | jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
-    rows: Rows,
-    *,
-    decode_only: bool,
-) -> jax.Array:
-    """The pool with the new rows in it.
-
-    The scatter's indices name whole rows of the flattened pool: indices apart from each other would make XLA
-    transpose the pool, and copy it.
-    """
-    _, num_pages, num_kv_heads, page_size, row_dim = kv_pool.shape
-    kv = kv_rows(k, v, kv_pool.dtype, row_dim)  # [num_tokens, num_kv_heads, row_dim]
-    page, offset = locate_tokens(rows, k.shape[0], page_size, decode_only=decode_only)
-    head = jnp.arange(num_kv_heads, dtype=jnp.int32)
-    at = (((layer * num_pages + page)[:, None] * num_kv_heads + head) * page_size) + offset[:, None]
-    flat = kv_pool.reshape(math.prod(kv_pool.shape[:4]), row_dim)
-    return flat.at[at].set(kv, mode="promise_in_bounds").reshape(kv_pool.shape)

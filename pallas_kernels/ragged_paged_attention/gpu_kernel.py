@@ -91,13 +91,13 @@ def scores_of(q_smem: Any, k_smem: Any) -> jax.Array:
 
     def product(acc: Any) -> jax.Array:
         if k_dim <= width:
-            plgpu.wgmma(acc, q_smem, plgpu.transpose_ref(k_smem, (1, 0)))
+            plgpu.wgmma(acc, q_smem, k_smem.transpose((1, 0)))
         else:
 
             @pl.loop(0, k_dim // width)
             def _(i: jax.Array) -> None:
                 at = pl.ds(i * width, width)
-                plgpu.wgmma(acc, q_smem.at[:, at], plgpu.transpose_ref(k_smem.at[:, at], (1, 0)))
+                plgpu.wgmma(acc, q_smem.at[:, at], k_smem.at[:, at].transpose((1, 0)))
                 plgpu.wgmma_wait(0)
 
         return acc[...]

@@ -20,11 +20,19 @@ ROW, FIRST, BASE, BEGIN, END = range(5)
 
 
 class Tiles(NamedTuple):
-    # int32 [num_tiles, 5], live tiles first. Of each: its sequence; its first row in the sequence's list; the
-    # position of the sequence's first query; the keys that some row of it may see, [begin, end).
+    # int32 [num_tiles, 5]. Of each tile: its sequence; its first row in the sequence's list; the position of
+    # the sequence's first query; the keys that some row of it may see, [begin, end).
     table: jax.Array  # A tile that is not there has begin = end = 0.
     start: jax.Array  # int32 [num_seqs]: the first tile of each sequence
     is_served: jax.Array  # bool [num_seqs]: whether the sequence has tiles here
+
+
+def row_of(ends: jax.Array, index: jax.Array) -> jax.Array:
+    """How many of the ascending `ends` [n] are at or before each index [m]: int32 [m].
+
+    One comparison of all with all: a binary search is a loop of launches on a GPU.
+    """
+    return (ends[None, :] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
 def num_tiles_bound(num_tokens: int, num_seqs: int, group: int, tile_rows: int, *, decode: bool) -> int:
@@ -41,17 +49,23 @@ def make_tiles(
     num_seqs = rows.kv_lens.shape[0]
     q_lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
     is_served = (q_lens == 1 if decode else q_lens > 1) & (rows.kv_lens > 0)
-    counts = jnp.where(is_served, -(-q_lens * group // tile_rows), 0)
-    ends = jnp.cumsum(counts)
-    start = ends - counts
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_seqs - 1).astype(jnp.int32)
+    if decode:  # every sequence has as many
+        count = -(-group // tile_rows)
+        start = jnp.arange(num_seqs, dtype=jnp.int32) * count
+        row = tile // count
+        is_live = is_served[row]
+    else:
+        counts = jnp.where(is_served, -(-q_lens * group // tile_rows), 0)
+        ends = jnp.cumsum(counts)
+        start = ends - counts
+        row = jnp.minimum(row_of(ends, tile), num_seqs - 1)
+        is_live = tile < ends[-1]
     first = (tile - start[row]) * tile_rows
     base = rows.kv_lens[row] - q_lens[row]
     last_query = jnp.minimum((first + tile_rows - 1) // group, q_lens[row] - 1)
     end = base + last_query + 1
     begin = jnp.zeros_like(end) if window is None else jnp.maximum(base + first // group - window + 1, 0)
-    is_live = tile < ends[-1]
     table = jnp.stack([row, first, base, jnp.where(is_live, begin, 0), jnp.where(is_live, end, 0)], axis=1)
     return Tiles(table.astype(jnp.int32), start.astype(jnp.int32), is_served)
 
@@ -70,7 +84,7 @@ def gather_queries(q: jax.Array, rows: Rows, tiles: Tiles, num_kv_heads: int, ti
 
 
 def scatter_outputs(
-    out: jax.Array, rows: Rows, tiles: Tiles, num_tokens: int, group: int
+    out: jax.Array, rows: Rows, tiles: Tiles, num_tokens: int, group: int, *, decode_only: bool
 ) -> tuple[jax.Array, jax.Array]:
     """out [num_tiles, num_kv_heads, tile_rows, v_dim] -> [num_tokens, num_q_heads, v_dim], and whose it is.
 
@@ -79,13 +93,13 @@ def scatter_outputs(
     """
     num_tiles, num_kv_heads, tile_rows, v_dim = out.shape
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(rows.cu_q_lens[1:], token, side="right").astype(jnp.int32)
-    is_padding = row >= rows.kv_lens.shape[0]
-    row = jnp.minimum(row, rows.kv_lens.shape[0] - 1)
+    ends = rows.cu_q_lens[1:]
+    row = token if decode_only else row_of(ends, token)
+    row = jnp.minimum(row, ends.shape[0] - 1)
     flat = (token - rows.cu_q_lens[row])[:, None] * group + jnp.arange(group)[None, :]  # [num_tokens, group]
     tile = jnp.clip(tiles.start[row][:, None] + flat // tile_rows, 0, num_tiles - 1)
     result = jnp.swapaxes(out[tile, :, flat % tile_rows], 1, 2)  # [num_tokens, num_kv_heads, group, v_dim]
-    return result.reshape(num_tokens, num_kv_heads * group, v_dim), tiles.is_served[row] & ~is_padding
+    return result.reshape(num_tokens, num_kv_heads * group, v_dim), tiles.is_served[row] & (token < ends[-1])
 
 
 def split_range(
