@@ -42,29 +42,51 @@ class Collective:
 
 
 def collectives(text: str | Module) -> list[Collective]:
-    """By kind. Every branch of a conditional counts, and a loop's body as often as the loop runs."""
+    """By kind. A loop's body counts as often as the loop runs; of a conditional, the branch that has most."""
     module = parse(text) if isinstance(text, str) else text
-    found: dict[str, list[tuple[int, int, float, bool]]] = {}
-    for computation, times, at_least in module.runs():
-        for instruction in computation.instructions.values():
-            kind = instruction.opcode.removesuffix("-start")
-            if kind not in _KINDS:
-                continue
-            size = sum(a.num_bytes for name in instruction.operands for a in computation.arrays(name))
-            if kind == "all-reduce":  # its operands may be wider than what it gives
-                size = min(size, sum(array.num_bytes for _, array in _results(computation, instruction)))
-            moved = _link_bytes(kind, size, _group_size(instruction, module))
-            found.setdefault(kind, []).append((times, times * size, times * moved, at_least))
-    return [
-        Collective(
-            kind,
-            sum(f[0] for f in entries),
-            sum(f[1] for f in entries),
-            sum(f[2] for f in entries),
-            any(f[3] for f in entries),
-        )
-        for kind, entries in sorted(found.items())
-    ]
+    tally = _tally(module, module.entry)
+    return [tally[kind] for kind in sorted(tally)]
+
+
+def _tally(module: Module, computation: Computation) -> dict[str, Collective]:
+    """What one run of a computation exchanges."""
+    total: dict[str, Collective] = {}
+
+    def add(found: dict[str, Collective], times: int = 1, at_least: bool = False) -> None:
+        for kind, c in found.items():
+            old = total.get(kind, Collective(kind, 0, 0, 0.0, False))
+            total[kind] = Collective(
+                kind,
+                old.count + times * c.count,
+                old.num_bytes + times * c.num_bytes,
+                old.link_bytes + times * c.link_bytes,
+                old.is_lower_bound or c.is_lower_bound or at_least,
+            )
+
+    for instruction in computation.instructions.values():
+        inside = [_tally(module, module.computations[name]) for name in module.runs_inside(instruction)]
+        if instruction.opcode == "while":
+            trips = module.trip_count(computation, instruction)
+            for found in inside:
+                add(found, 1 if trips is None else trips, at_least=trips is None)
+        elif instruction.opcode == "conditional":
+            every = [c for found in inside for c in found.values()]
+            kinds = {c.kind for c in every}
+            add({k: max((c for c in every if c.kind == k), key=lambda c: c.num_bytes) for k in kinds})
+        else:
+            for found in inside:
+                add(found)
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in _KINDS:
+            add({kind: _collective(module, computation, instruction, kind)})
+    return total
+
+
+def _collective(module: Module, computation: Computation, instruction: Instruction, kind: str) -> Collective:
+    size = sum(a.num_bytes for name in instruction.operands for a in computation.arrays(name))
+    if kind == "all-reduce":  # its operands may be wider than what it gives
+        size = min(size, sum(array.num_bytes for _, array in _results(computation, instruction)))
+    return Collective(kind, 1, size, _link_bytes(kind, size, _group_size(instruction, module)), False)
 
 
 def _group_size(instruction: Instruction, module: Module) -> int:
@@ -118,8 +140,7 @@ def _unfused(module: Module) -> list[Computation]:
         if instruction.opcode in ("fusion", "reduce", "scatter", "sort", "reduce-window", "map", "all-reduce")
         for name in instruction.called()
     }
-    reached = {computation.name: computation for computation, _, _ in module.runs()}
-    return [computation for name, computation in reached.items() if name not in inside]
+    return [computation for name, computation in module.reached().items() if name not in inside]
 
 
 def _results(computation: Computation, instruction: Instruction) -> list[tuple[int, Array]]:
@@ -187,12 +208,12 @@ def is_pool_aliased(text: str | Module, pool_dims: tuple[int, ...]) -> bool:
 
 
 def custom_calls(text: str | Module) -> dict[str, int]:
-    """Target -> how often a step calls it: kernels and libraries that the compiler did not write."""
+    """Target -> how many such calls the program holds: kernels, libraries, the compiler's own helpers."""
     module = parse(text) if isinstance(text, str) else text
     found: Counter[str] = Counter()
-    for computation, times, _ in module.runs():
+    for computation in module.reached().values():
         for instruction in computation.instructions.values():
             target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
             if instruction.opcode == "custom-call" and target:
-                found[target[1]] += times
+                found[target[1]] += 1
     return dict(found)

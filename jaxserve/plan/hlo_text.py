@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _BYTES = {
@@ -97,25 +96,21 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
 
-    def runs(self) -> Iterator[tuple[Computation, int, bool]]:
-        """Every computation reached from the entry, fusions too, with how often a call of the module runs it.
+    def runs_inside(self, instruction: Instruction) -> list[str]:
+        """Names of the computations that an instruction runs; the end of an asynchronous one runs nothing."""
+        return [] if instruction.opcode.endswith(("-done", "-update")) else instruction.called()
 
-        Every branch of a conditional counts. The flag says that the count is a lower bound: a loop around it
-        ends on a condition that only running it would tell, and counts once.
-        """
-        waiting = [(self.entry, 1, False)]
+    def reached(self) -> dict[str, Computation]:
+        """Every computation that the entry may run, fusions too, by name."""
+        found: dict[str, Computation] = {}
+        waiting = [self.entry.name]
         while waiting:
-            computation, times, at_least = waiting.pop()
-            yield computation, times, at_least
-            for instruction in computation.instructions.values():
-                inner, inner_at_least = times, at_least
-                if instruction.opcode == "while":
-                    trips = self.trip_count(computation, instruction)
-                    inner, inner_at_least = times * (trips or 1), at_least or trips is None
-                elif instruction.opcode.endswith(("-done", "-update")):
-                    continue  # the start has run it
-                for name in instruction.called():
-                    waiting.append((self.computations[name], inner, inner_at_least))
+            name = waiting.pop()
+            if name not in found:
+                found[name] = self.computations[name]
+                for instruction in found[name].instructions.values():
+                    waiting += self.runs_inside(instruction)
+        return found
 
     def trip_count(self, computation: Computation, loop: Instruction) -> int | None:
         """How often a while loop runs: as the compiler noted it, else from its counter.

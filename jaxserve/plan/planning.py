@@ -200,7 +200,8 @@ class _Planner:
         except MemoryExceededError as error:
             return self._unfit(error.needed - error.available)
         code = first.code_bytes * len(programs.buckets)
-        return self._prove(buckets, _needed(first), code, context, progress)
+        # What a step needs varies by a few MiB with the pool's size and the bucket: an eighth more is kept.
+        return self._prove(buckets, _needed(first) * 9 // 8, code, context, progress)
 
     def _prove(
         self, buckets: list[Bucket], needed: int, code: int, context: int | None, progress: Progress

@@ -145,9 +145,8 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _program_table(plan: Plan) -> Table:
-    table = Table("step", "tokens", "rows", "temporaries", "pool copies", "pool shared", "between devices")
+    table = Table("step", "tokens", "rows", "temporaries", "pool copies", "shared", "exchanges", "sent")
     for report in plan.reports:
-        talk = ", ".join(f"{c.count} {c.kind}, {_size(c.num_bytes)}" for c in report.collectives)
         table.add_row(
             "decode" if report.bucket.decode_only else "mixed",
             f"{report.bucket.num_tokens:,}",
@@ -155,7 +154,8 @@ def _program_table(plan: Plan) -> Table:
             _size(report.temp_bytes),
             str(len(report.pool_copies)),
             "yes" if report.pool_aliased else "NO",
-            talk or "nothing",
+            "\n".join(f"{c.count} {c.kind}" for c in report.collectives) or "none",
+            _size(report.link_bytes),
         )
     return table
 

@@ -39,7 +39,9 @@ def error_line(capsys):
         (["bench"], "benchmark"),
         (["bench", "nothing"], "benchmark"),
         (["generate"], "-p TEXT"),
-        (["plan"], "invalid choice"),
+        (["plan"], "--topology"),
+        (["plan", "--topology", "v6e:2x2", "--context", "0"], "at least 1"),
+        (["plan", "--topology", "v6e:2x2", "--buckets", "some"], "largest, all"),
         (["chat", "--url", "localhost:8000"], "http://"),
         (["serve", "--config", "/nonexistent.yaml"], "/nonexistent.yaml"),
     ],
@@ -54,7 +56,7 @@ def test_no_command_shows_the_help(capsys):
     assert "serve" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "models", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "plan", "models", "doctor"])
 def test_every_help_has_an_example(capsys, command):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
