@@ -124,7 +124,7 @@ def product(total: jax.Array | None, w: jax.Array, x_smem: Any) -> jax.Array:
     """
 
     def add(acc: Any) -> None:
-        plgpu.wgmma(acc, w, plgpu.transpose_ref(x_smem, (1, 0)))
+        plgpu.wgmma(acc, w, x_smem.transpose((1, 0)))
 
     if total is not None:
         return pl.run_state(add)(plgpu.ACC.init(total))

@@ -3,8 +3,9 @@
 XLA's form multiplies every weight with its scale on the vector unit, and for few tokens that is the longest
 part of the call. Here integers are only unpacked on their way to the matrix unit, and num_tokens numbers a
 group and channel are scaled. Thousands of cycles for int4 [4096, 14336] in groups of 128, compiled with
-libtpu 0.0.42, nothing measured (this kernel: bundles of a step times steps; XLA: the compiler's own estimate;
-and what reading the weight takes at the data sheet's bandwidth and about 1.5, 1.75 and 2.2 GHz):
+libtpu 0.0.42, nothing measured (this kernel: bundles of a step, its loop written out, times steps; XLA: the
+compiler's own estimate; last, what reading the weight takes at the data sheet's bandwidth and about 1.5, 1.75
+and 2.2 GHz):
 
     tokens            8          32          64         128         256     memory
     v5e         46 / 98    52 / 132    62 / 135    117 / 162   225 / 250        56
@@ -30,7 +31,8 @@ from pallas_kernels.quantized_matmul.weight import QuantizedWeight
 
 _MAX_TOKENS = 128
 _LANES = 128
-_MAX_GROUPS = 128  # of a step: their products are written out one after the other
+_MAX_GROUPS = 128  # of a step
+_CHUNK = 16  # groups whose products are written out one after the other; a tile of bfloat16 scales
 _TOKEN_MULTIPLE = 8
 
 # Output channels of a step, on every chip: 1024 need 4 to 7 % fewer bundles and wait as much longer for the
@@ -50,7 +52,7 @@ def reason_against(x: jax.Array, weight: QuantizedWeight) -> str | None:
     if group_size % _LANES:
         return f"groups of {group_size} are no multiple of {_LANES} lanes"
     if groups_a_step(groups) is None:
-        return f"{groups} groups have no divisor that is a multiple of 16 and at most {_MAX_GROUPS}"
+        return f"{groups} groups have no divisor that is a multiple of {_CHUNK} and at most {_MAX_GROUPS}"
     return None
 
 
@@ -58,7 +60,7 @@ def groups_a_step(groups: int) -> int | None:
     """All, or the most that divide them in whole tiles of bfloat16 scales; None where there are none."""
     if groups <= _MAX_GROUPS:
         return groups
-    return next((n for n in range(_MAX_GROUPS, 0, -16) if groups % n == 0), None)
+    return next((n for n in range(_MAX_GROUPS, 0, -_CHUNK) if groups % n == 0), None)
 
 
 def mosaic_tpu_quantized_matmul(
@@ -112,16 +114,26 @@ def _kernel(
     def _() -> None:
         total_ref[...] = jnp.zeros_like(total_ref)
 
-    total = total_ref[...]
-    for g in range(values_ref.shape[0]):
-        x = x_ref[:, g * group_size : (g + 1) * group_size]
-        part = jnp.dot(x, values_ref[g].astype(x.dtype), preferred_element_type=jnp.float32)
-        if zeros_ref:
-            sums = x.astype(jnp.float32).sum(axis=1, keepdims=True)  # [tokens, 1]
-            part = part - sums * zeros_ref[0][g : g + 1].astype(jnp.float32)
-        total = total + part * scales_ref[g : g + 1].astype(jnp.float32)
-    total_ref[...] = total
+    step = values_ref.shape[0]
+    chunk = _CHUNK if step % _CHUNK == 0 else step
+
+    @pl.loop(0, step // chunk)
+    def _(i: jax.Array) -> None:
+        first = pl.multiple_of(i * chunk, chunk)
+        scales = scales_ref[pl.ds(first, chunk), :].astype(jnp.float32)  # [chunk, tile_out]
+        zeros = [ref[pl.ds(first, chunk), :].astype(jnp.float32) for ref in zeros_ref]
+        total = total_ref[...]
+        for j in range(chunk):
+            start = pl.multiple_of((first + j) * group_size, group_size)
+            x = x_ref[:, pl.ds(start, group_size)]
+            w = values_ref[first + j].astype(x.dtype)
+            part = jnp.dot(x, w, preferred_element_type=jnp.float32)
+            for zero in zeros:
+                sums = x.astype(jnp.float32).sum(axis=1, keepdims=True)  # [tokens, 1]
+                part = part - sums * zero[j : j + 1]
+            total = total + part * scales[j : j + 1]
+        total_ref[...] = total
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _() -> None:
-        out_ref[...] = total.astype(out_ref.dtype)
+        out_ref[...] = total_ref[...].astype(out_ref.dtype)
