@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec
 
@@ -110,4 +110,43 @@ CASES: tuple[Case, ...] = (
     Case("a bfloat16 pool", rows=((1, 33), (20, 33)), kv_dtype="bfloat16"),
     Case("an int8 pool", rows=((1, 33), (20, 33)), kv_dtype="int8", scales=True),
     Case("a float8 pool", rows=((1, 33), (20, 33)), kv_dtype="float8_e4m3fn", scales=True),
+)
+
+_DECODES = ((1, 1000),) * 64
+_MIXED = ((512, 512), (200, 1500), *((1, 1000),) * 30)
+_LLAMA_8B = Case("Llama-3-8B", _DECODES, num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype="bfloat16")
+
+_SHAPES: tuple[Case, ...] = (
+    _LLAMA_8B,
+    replace(_LLAMA_8B, name="Llama-3-8B on 8", num_q_heads=4, num_kv_heads=1, page_size=128),
+    replace(_LLAMA_8B, name="Llama-3-70B on 8", num_q_heads=8, num_kv_heads=1, page_size=64),
+    replace(_LLAMA_8B, name="pages of 8", page_size=8),
+    replace(_LLAMA_8B, name="pages of 256", page_size=256),
+    replace(_LLAMA_8B, name="a float32 pool", kv_dtype="float32"),
+    replace(_LLAMA_8B, name="an int8 pool", kv_dtype="int8", page_size=32, scales=True),
+    replace(_LLAMA_8B, name="a float8 pool", kv_dtype="float8_e4m3fn", page_size=32, scales=True),
+    replace(_LLAMA_8B, name="an int8 pool in pages of 8", kv_dtype="int8", page_size=8, scales=True),
+    replace(_LLAMA_8B, name="Qwen3-30B-A3B on 4", num_q_heads=8, num_kv_heads=1),
+    replace(_LLAMA_8B, name="SmolLM2-135M", num_q_heads=9, num_kv_heads=3, head_dim=64),
+    replace(_LLAMA_8B, name="Gemma-3-12B", num_q_heads=16, num_kv_heads=8, head_dim=256, window=1024),
+    replace(_LLAMA_8B, name="Gemma-2-9B", num_q_heads=16, head_dim=256, window=4096, soft_cap=50.0),
+    replace(_LLAMA_8B, name="gpt-oss-20b", num_q_heads=64, head_dim=64, window=128, sinks=True),
+    replace(_LLAMA_8B, name="Phi-3-mini", num_q_heads=32, num_kv_heads=32, head_dim=96),
+    replace(_LLAMA_8B, name="values shorter", num_q_heads=16, num_kv_heads=16, head_dim=192, v_dim=128),
+    replace(
+        _LLAMA_8B,
+        name="DeepSeek latent on 8",
+        num_q_heads=16,
+        num_kv_heads=1,
+        head_dim=576,
+        v_dim=512,
+        latent=True,
+        page_size=64,
+    ),
+)
+# Real models' shapes, to compile and to time: decodes alone, and prompts among decodes.
+REAL_CASES: tuple[Case, ...] = tuple(
+    replace(case, name=f"{case.name}, {kind}", rows=rows)
+    for case in _SHAPES
+    for kind, rows in (("decode", _DECODES), ("mixed", _MIXED))
 )

@@ -7,6 +7,8 @@ of the page table past a sequence's last page, and padding queries.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,30 +120,17 @@ class Problem:
         interpret: Any = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The call's result: out [num_tokens, num_q_heads, v_dim] and the pool."""
-        case = self.case
-
-        def call(q: Any, k: Any, v: Any, pool: Any, rows: Rows) -> Any:
-            return ragged_paged_attention(
-                q,
-                k,
-                v,
-                pool,
-                jnp.int32(case.layer),
-                rows,
-                spec=case.spec(decode_only=decode_only),
-                platform=self.platform,
-                chip=chip,
-                implementation=implementation,
-                interpret=interpret,
-                window=case.window,
-                sinks=None if self.sinks is None else jnp.asarray(self.sinks),
-                kv_scales=(jnp.asarray(self.scales[0]), jnp.asarray(self.scales[1])) if case.scales else None,
-            )
-
+        call = make_call(
+            self.case,
+            platform=self.platform,
+            chip=chip,
+            implementation=implementation,
+            decode_only=decode_only,
+            interpret=interpret,
+        )
         arrays = [jnp.asarray(x) for x in (self.q, self.k, self.v, self.pool)]
-        if case.latent:
-            arrays[2] = None  # type: ignore[call-overload]
-        out, pool = jax.jit(call)(*arrays, self.rows)
+        sinks = jnp.zeros(self.case.num_q_heads) if self.sinks is None else jnp.asarray(self.sinks)
+        out, pool = jax.jit(call)(*arrays, self.rows, jnp.int32(self.case.layer), sinks, self.scales)
         return np.asarray(out), np.asarray(pool)
 
     def check(self, out: np.ndarray, pool: np.ndarray, *, tolerance: float) -> None:
@@ -161,6 +150,60 @@ class Problem:
         touched = np.unique([page for page, _ in self.written_at])
         spare = np.setdiff1d(np.arange(1, pool.shape[1]), touched)
         np.testing.assert_array_equal(pool[:, spare].view(np.uint8), self.pool[:, spare].view(np.uint8))
+
+
+def make_call(case: Case, *, decode_only: bool, **options: Any) -> Callable[..., Any]:
+    """call(q, k, v, kv_pool, rows, layer, sinks, scales) -> (out, kv_pool) of a case, to be jitted."""
+
+    def call(q: Any, k: Any, v: Any, pool: Any, rows: Rows, layer: Any, sinks: Any, scales: Any) -> Any:
+        return ragged_paged_attention(
+            q,
+            k,
+            None if case.latent else v,
+            pool,
+            layer,
+            rows,
+            spec=case.spec(decode_only=decode_only),
+            window=case.window,
+            sinks=sinks if case.sinks else None,
+            kv_scales=(scales[0], scales[1]) if case.scales else None,
+            **options,
+        )
+
+    return call
+
+
+def abstract_inputs(case: Case, platform: str, sharding: Any, *, pool_bytes: int = 1 << 30) -> list[Any]:
+    """What `make_call`'s function takes, as shapes with activations in bfloat16, or float32 for such a pool.
+
+    The pool is as big as a real one: a small one fits on the chip, and XLA would move it there.
+    """
+
+    def aval(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    kv_dtype = jnp.dtype(case.kv_dtype)
+    dtype = jnp.float32 if kv_dtype == jnp.float32 else jnp.bfloat16
+    num_tokens, num_rows = (
+        sum(q for q, _ in case.rows) + case.padding_tokens,
+        len(case.rows) + case.empty_rows,
+    )
+    shape = (case.num_layers, 1, case.num_kv_heads, case.page_size, row_dim(case.kv_dim, platform))
+    num_pages = max(2, pool_bytes // (math.prod(shape) * kv_dtype.itemsize))
+    pages_per_seq = -(-max(4096, *(kv for _, kv in case.rows)) // case.page_size)
+    rows = Rows(
+        aval(jnp.int32, num_rows), aval(jnp.int32, num_rows, pages_per_seq), aval(jnp.int32, num_rows + 1)
+    )
+    return [
+        aval(dtype, num_tokens, case.num_q_heads, case.head_dim),
+        aval(dtype, num_tokens, case.num_kv_heads, case.head_dim),
+        aval(dtype, num_tokens, case.num_kv_heads, case.value_dim),
+        aval(kv_dtype, shape[0], num_pages, *shape[2:]),
+        rows,
+        aval(jnp.int32),
+        aval(jnp.float32, case.num_q_heads),
+        aval(jnp.float32, 2, case.num_kv_heads),
+    ]
 
 
 def dense_attention(

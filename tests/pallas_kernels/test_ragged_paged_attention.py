@@ -118,12 +118,12 @@ def test_shapes_that_do_not_fit_are_named(change: dict[str, Any], message: str) 
         ragged_paged_attention(**arrays, layer=0, rows=rows, spec=AttentionSpec(1.0), platform="cpu")
 
 
-def test_a_latent_row_is_k_alone() -> None:
+def test_a_latent_value_is_a_part_of_the_key() -> None:
     q, pool = jnp.zeros((1, 4, 8)), jnp.zeros((1, 2, 1, 8, 16))
     rows = Rows(jnp.ones(1, jnp.int32), jnp.ones((1, 1), jnp.int32), jnp.arange(2, dtype=jnp.int32))
     with pytest.raises(ValueError, match="latent"):
         ragged_paged_attention(
-            q, None, None, pool, 0, rows, spec=AttentionSpec(1.0, latent_v_dim=4), platform="cpu"
+            q, None, None, pool, 0, rows, spec=AttentionSpec(1.0, latent_v_dim=12), platform="cpu"
         )
 
 
