@@ -12,7 +12,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged_paged_attention": {
         "cpu": ("xla", "reference"),
-        "gpu": ("xla", "reference"),
+        "gpu": ("mosaic_gpu", "xla", "reference"),
         "tpu": ("mosaic_tpu", "xla", "reference"),
     },
     "grouped_matmul": {

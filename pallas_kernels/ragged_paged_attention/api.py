@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.kv_write import kv_rows, locate_tokens, write_kv
+from pallas_kernels.ragged_paged_attention.gpu import check_case, mosaic_gpu_attention
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.tpu import mosaic_tpu_attention
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
@@ -51,7 +52,7 @@ def ragged_paged_attention(
         spec: what is static.
         platform: "cpu", "gpu" or "tpu": the target, never asked of the running process.
         chip: the target's name in `chips`; block sizes and what can run depend on it.
-        implementation: "auto" or a name of `support.SUPPORT`.
+        implementation: a name of `support.SUPPORT`, or "auto": the platform's first that serves the case.
         window: int32 [], queries at position p see positions > p - window; None sees all.
         sinks: float32 [num_q_heads], a logit more in each softmax's sum, without a value (gpt-oss).
         kv_scales: float32 [num_kv_heads] each: K and V in the pool times these are the true ones.
@@ -66,7 +67,7 @@ def ragged_paged_attention(
         ValueError: shapes or dtypes do not fit together.
     """
     validate(q, (k, v), kv_pool, rows, spec, sinks)
-    name = resolve("ragged_paged_attention", platform, implementation, chip=chip)
+    name = _choose(q, kv_pool, spec, platform, chip, implementation)
     dtype, group = q.dtype, q.shape[1] // kv_pool.shape[2]
     if kv_scales is not None:
         k_scale, v_scale = kv_scales
@@ -79,6 +80,9 @@ def ragged_paged_attention(
     if name == "mosaic_tpu":
         options |= {"chip": chip, "interpret": interpret}
         out, kv_pool = mosaic_tpu_attention(q, kv, kv_pool, layer, rows, **options)
+    elif name == "mosaic_gpu":
+        assert chip is not None  # `support` names the chips of this one
+        out, kv_pool = mosaic_gpu_attention(q, k, v, kv_pool, layer, rows, chip=chip, **options)
     else:
         if kv is not None:
             places = locate_tokens(rows, q.shape[0], kv_pool.shape[3], decode_only=spec.decode_only)
@@ -87,3 +91,22 @@ def ragged_paged_attention(
     if kv_scales is not None:
         out = (out * kv_scales[1].repeat(group)[None, :, None]).astype(dtype)
     return out, kv_pool
+
+
+def _choose(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    spec: AttentionSpec,
+    platform: str,
+    chip: str | None,
+    implementation: str,
+) -> str:
+    name = resolve("ragged_paged_attention", platform, implementation, chip=chip)
+    if name == "mosaic_gpu":
+        try:
+            check_case(q, kv_pool, spec)
+        except NotImplementedError:
+            if implementation != "auto":
+                raise
+            return "xla"
+    return name
