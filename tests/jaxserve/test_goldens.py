@@ -169,8 +169,9 @@ def test_the_twin_attention_gives_the_same_tokens(name: str) -> None:
         check(llm, pack, atol=1e-4)
 
 
-def test_bfloat16_stays_near_the_reference() -> None:
-    pack = GOLDENS / "arch" / "llama_gqa"
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "gemma3_text"])
+def test_bfloat16_stays_near_the_reference(name: str) -> None:
+    pack = GOLDENS / "arch" / name
     limit = json.loads((pack / "meta.json").read_text())["tolerance"]["bfloat16"]
     with load(pack, dtype="bfloat16") as llm:
         for ids, logits, _ in prompts(pack):
