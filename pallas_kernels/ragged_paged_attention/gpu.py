@@ -6,6 +6,8 @@ other block sizes: a decode is bound by memory, so its keys may be split over ma
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import jax
 import jax.numpy as jnp
 
@@ -49,6 +51,8 @@ def mosaic_gpu_attention(
     if k is not None:
         places = locate_tokens(rows, num_tokens, kv_pool.shape[3], decode_only=spec.decode_only)
         kv_pool = write_kv(kv_pool, layer, kv_rows(k, v, kv_pool.dtype, kv_pool.shape[4]), *places)
+    if window is not None:  # small enough to be multiplied with
+        window = jnp.minimum(window, rows.page_indices.shape[1] * kv_pool.shape[3])
     scalars = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, 0 if window is None else window)])
 
     def part(decode: bool) -> tuple[jax.Array, jax.Array]:
@@ -113,7 +117,7 @@ def check_case(q: jax.Array, kv_pool: jax.Array, spec: AttentionSpec) -> None:
         _refuse(f"V of {v_dim}: two accumulators of at most {_MOST_COLUMNS} columns fit the registers")
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     raise NotImplementedError(f'mosaic_gpu attention does not serve {what}; implementation="xla" does')
 
 
@@ -142,27 +146,30 @@ def make_plan(
     is_converted = kv_pool.dtype != dtype
 
     rows_bytes = row_groups * WARPGROUP_ROWS * k_dim * 2 + (block * row_dim * 2 if is_converted else 0)
-    results = WARPGROUP_ROWS * row_groups * (v_dim * (4 if decode else 2) + 4 * column_groups)
     stage = block * row_dim * kv_pool.dtype.itemsize
 
-    def stages_that_fit(resident: int) -> int:
-        """Where `resident` thread blocks share a core's shared memory."""
+    def stages_that_fit(resident: int, out_bytes: int) -> int:
+        """Where `resident` thread blocks share a core, and an element of the result takes `out_bytes`."""
         free = _SHARED_MEMORY // resident - _RESERVED - _BARRIERS - rows_bytes
+        results = WARPGROUP_ROWS * row_groups * (v_dim * out_bytes + 4 * column_groups)
         return free // stage if results <= free else 0
 
-    # Two decoding thread blocks on a core hide each other's waits, where they fit.
-    stages, resident = stages_that_fit(2), 2
-    if not decode or stages < 2:
-        stages, resident = stages_that_fit(1), 1
-    if stages < 2:
+    # Two decoding thread blocks on a core hide each other's waits, where they fit. Splits leave float32.
+    for resident, out_bytes in ((2, 4), (1, 4), (1, 2)) if decode else ((1, 4), (1, 2)):
+        stages = stages_that_fit(resident, out_bytes)
+        if stages >= 2:
+            break
+    else:
         _refuse(f"rows of {row_dim} {kv_pool.dtype}: two stages of {block} do not fit shared memory")
-    splits = 1
+
+    # Without splits, this many thread blocks have work when every sequence is there.
+    num_tiles = num_seqs * -(-group // tile_rows) if decode else -(-num_tokens * group // tile_rows)
+    num_blocks, slots = num_tiles * num_kv_heads, resident * chip_by_name(chip).num_cores
+    context = pages_per_seq * page_size
+    splits = slots // num_blocks
     if decode:
-        num_tiles = gpu_tiles.num_tiles_bound(num_tokens, num_seqs, group, tile_rows, decode=True)
-        context = pages_per_seq * page_size
-        slots = resident * chip_by_name(chip).num_cores
-        wanted = max(-(-2 * slots // (num_tiles * num_kv_heads)), context // _KEYS_OF_A_SPLIT)
-        splits = max(1, min(wanted, context // (block * _MIN_BLOCKS)))
+        splits = max(-(-2 * slots // num_blocks), context // _KEYS_OF_A_SPLIT)
+    splits = max(1, min(splits, context // (block * _MIN_BLOCKS))) if out_bytes == 4 else 1
     return Plan(
         num_pages=num_pages,
         num_kv_heads=num_kv_heads,

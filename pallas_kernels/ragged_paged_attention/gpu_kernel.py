@@ -84,7 +84,6 @@ def smem_tile(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
 
 def scores_of(q_smem: Any, k_smem: Any) -> jax.Array:
     """q [64, k_dim] and k [block, k_dim] in shared memory -> q k^T, float32 [64, block]."""
-
     k_dim = q_smem.shape[1]
     # Unrolled over a long row, the products' operand addresses would fill the registers.
     width = next((w for w in (192, 128) if k_dim % w == 0), k_dim)
@@ -215,13 +214,13 @@ def _kernel(
     row_dim = pool_hbm.shape[2]
 
     def boxes(j: jax.Array) -> Boxes:
-        """Where in the pool the parts of key block j are. Pages past the last live one are never named."""
-        last = lax.div(end - 1, jnp.int32(plan.page_size))
+        """Where in the pool the parts of key block j are; pages that no row sees are never named."""
+        since, last = (lax.div(key, jnp.int32(plan.page_size)) for key in (begin, end - 1))
         parts = plan.page_size // plan.box
         found = []
         for piece in range(plan.block // plan.box):
             key = j * plan.block + piece * plan.box
-            page = pages_hbm[row, jnp.minimum(lax.div(key, jnp.int32(plan.page_size)), last)]
+            page = pages_hbm[row, jnp.clip(lax.div(key, jnp.int32(plan.page_size)), since, last)]
             at = (layer * plan.num_pages + page) * plan.num_kv_heads + head
             if parts > 1:
                 at = at * parts + lax.rem(lax.div(key, jnp.int32(plan.box)), jnp.int32(parts))
