@@ -141,9 +141,10 @@ def make_plan(
     num_seqs, pages_per_seq = rows.page_indices.shape
     row_groups = 1 if decode or column_groups > 1 or num_tokens * group <= WARPGROUP_ROWS else 2
     tile_rows = min(-(-group // 8) * 8, WARPGROUP_ROWS) if decode else WARPGROUP_ROWS * row_groups
-    block = 128 if row_dim <= (128 if decode else 256) and page_size > 8 else 64
     dtype = _PRODUCTS[jnp.dtype(kv_pool.dtype).name]
     is_converted = kv_pool.dtype != dtype
+    # More keys at a time make better products, as long as registers and two thread blocks on a core allow it.
+    block = 128 if row_dim <= (128 if decode or is_converted else 256) and page_size > 8 else 64
 
     rows_bytes = row_groups * WARPGROUP_ROWS * k_dim * 2 + (block * row_dim * 2 if is_converted else 0)
     stage = block * row_dim * kv_pool.dtype.itemsize
@@ -162,13 +163,16 @@ def make_plan(
     else:
         _refuse(f"rows of {row_dim} {kv_pool.dtype}: two stages of {block} do not fit shared memory")
 
-    # Without splits, this many thread blocks have work when every sequence is there.
-    num_tiles = num_seqs * -(-group // tile_rows) if decode else -(-num_tokens * group // tile_rows)
+    # Keys are split where thread blocks would be too few for the cores, or have too much to walk. Of a
+    # prompt's tiles only some are there: results of the others are but memory, within bounds.
+    num_tiles = gpu_tiles.num_tiles_bound(num_tokens, num_seqs, group, tile_rows, decode=decode)
     num_blocks, slots = num_tiles * num_kv_heads, resident * chip_by_name(chip).num_cores
     context = pages_per_seq * page_size
-    splits = slots // num_blocks
     if decode:
         splits = max(-(-2 * slots // num_blocks), context // _KEYS_OF_A_SPLIT)
+    else:
+        live_blocks = -(-num_tokens * group // tile_rows) * num_kv_heads
+        splits = min(slots // live_blocks, 2 * slots // num_blocks)
     splits = max(1, min(splits, context // (block * _MIN_BLOCKS))) if out_bytes == 4 else 1
     return Plan(
         num_pages=num_pages,
