@@ -8,11 +8,14 @@ compiled at that size.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jaxserve.batch import Bucket
@@ -168,8 +171,22 @@ def make_plan(
     Raises ConfigError for arguments that cannot work, CompilerMissingError without the target's compiler.
     """
     family, config = read_config(args)
-    target = Target.of(topology, args.tensor_parallel_size)
-    return _Planner(args, target, family, config).plan(largest_only, context, progress)
+    with _without_program_cache():
+        target = Target.of(topology, args.tensor_parallel_size)
+        return _Planner(args, target, family, config).plan(largest_only, context, progress)
+
+
+@contextmanager
+def _without_program_cache() -> Iterator[None]:
+    """A program for a device that is not there can be written to the cache on disk, and not read back."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is used is decided once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 class _Planner:
