@@ -17,7 +17,7 @@ SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "grouped_matmul": {
         "cpu": ("xla_loop", "xla", "reference"),
-        "gpu": ("xla_loop", "xla", "reference"),
+        "gpu": ("mosaic_gpu", "xla_loop", "xla", "reference"),
         "tpu": ("xla", "xla_loop", "reference"),
     },
     "quantized_matmul": {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import jax
 from jax.typing import DTypeLike
 
+from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.reference import reference_grouped_matmul
 from pallas_kernels.grouped_matmul.validate import validate
 from pallas_kernels.grouped_matmul.xla import xla_grouped_matmul
 from pallas_kernels.grouped_matmul.xla_loop import xla_loop_grouped_matmul
 from pallas_kernels.support import resolve
 
-_IMPLEMENTATIONS = {
+_PLAIN = {
     "reference": reference_grouped_matmul,
     "xla": xla_grouped_matmul,
     "xla_loop": xla_loop_grouped_matmul,
@@ -24,6 +25,7 @@ def grouped_matmul(
     group_sizes: jax.Array,
     *,
     platform: str,
+    chip: str | None = None,
     implementation: str = "auto",
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
@@ -41,17 +43,28 @@ def grouped_matmul(
         rhs: [groups, in, out], in lhs's dtype.
         group_sizes: int32 [groups], none negative; the sum is at most rows.
         platform: "cpu", "gpu" or "tpu": the target, never asked of the running process.
-        implementation: "auto", "xla" (`jax.lax.ragged_dot`), "xla_loop" (a loop over the tiles of rows that
-            exist) or "reference".
+        chip: the target's name in `chips`, if known.
+        implementation: "auto", "mosaic_gpu", "xla" (`jax.lax.ragged_dot`), "xla_loop" (a loop over the tiles
+            of rows that exist) or "reference". "auto" takes the first of the platform's list (`support`) that
+            serves the chip, dtypes and shapes.
         preferred_element_type: dtype of the result, lhs's if None. Sums are float32 in any case.
 
     Returns:
         [rows, out].
 
     Raises:
-        NotImplementedError: the named implementation does not run on the platform.
+        NotImplementedError: the named implementation does not run on the platform or chip, or does not serve
+            the dtypes or shapes.
         ValueError: shapes or dtypes do not fit together.
     """
     validate(lhs, rhs, group_sizes)
-    multiply = _IMPLEMENTATIONS[resolve("grouped_matmul", platform, implementation)]
-    return multiply(lhs, rhs, group_sizes, out_dtype=preferred_element_type or lhs.dtype)
+    out_dtype = preferred_element_type or lhs.dtype
+    name = resolve("grouped_matmul", platform, implementation, chip=chip)
+    if name == "mosaic_gpu":
+        reason = mosaic_gpu.reason_against(lhs, rhs, out_dtype)
+        if reason is None:
+            return mosaic_gpu.mosaic_gpu_grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype)
+        if implementation != "auto":
+            raise NotImplementedError(f"grouped_matmul: {name} does not serve this call: {reason}")
+        name = "xla_loop"
+    return _PLAIN[name](lhs, rhs, group_sizes, out_dtype=out_dtype)

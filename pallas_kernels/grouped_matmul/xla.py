@@ -1,7 +1,8 @@
 """`jax.lax.ragged_dot`: on TPU the compiler has a kernel of its own for it.
 
 On CPU and GPU (jax 0.10 and 0.12) it is a dense product of every row with every group's matrix, with a
-[rows, groups, in] temporary: right, and good for nothing but comparison; `xla_loop` is for those.
+[rows, groups, in] temporary: right, and good for nothing but comparison; `xla_loop` and `mosaic_gpu` are for
+those.
 """
 
 from __future__ import annotations
