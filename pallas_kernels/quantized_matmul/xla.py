@@ -11,6 +11,9 @@ estimate in thousands of cycles for v6e, and temporary bytes):
     dequantise, reshape, dot                                 117 MB      the weight in bfloat16
     group_size last, else as this form                 666         0
 
+On an H200 XLA writes the weight out in bfloat16 all the same, with a scale per channel too (117 MB, jax
+0.10 and 0.12): `mosaic_gpu` is for those.
+
 Fewer tokens than 8 become 8: XLA makes a product with one row into a sum on the vector unit, which it
 reckons 6 times as long (412 for one token, 76 for eight).
 """
