@@ -245,9 +245,9 @@ def _kernel(
         return jnp.where(seen, scores, MASKED)
 
     def rewrite(source: Any, target: Any, j: jax.Array, start: int, columns: int) -> None:
-        """target = source, in target's dtype, for `columns` of key block j; zeros from `end` on.
+        """target = source, in target's dtype, for `columns` of key block j; zeros outside [begin, end).
 
-        Stale memory may hold NaN, and a weight of 0 does not undo it. The warpgroups share the work.
+        What is there may be NaN, and a weight of 0 does not undo it. The warpgroups share the work.
         """
         _synchronize(joint, plan.warpgroups)
         width = math.gcd(columns, 64)
@@ -265,7 +265,10 @@ def _kernel(
                 at = pl.ds(start + chunk * width, width)
                 values = plgpu.layout_cast(source[:, at], layout).astype(target.dtype)
                 key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout) + j * plan.block
-                target[:, at] = jnp.where(key < end, values, jnp.zeros_like(values))
+                is_live = key < end
+                if plan.is_windowed:
+                    is_live = is_live & (key >= begin)
+                target[:, at] = jnp.where(is_live, values, jnp.zeros_like(values))
 
         plgpu.commit_smem()
         _synchronize(joint, plan.warpgroups)
@@ -315,7 +318,7 @@ def _kernel(
             found = boxes(j + plan.stages)
         if is_edge and not plan.is_converted:
             clean = functools.partial(rewrite, keys_smem, keys_smem, j, plan.v_start, plan.v_dim)
-            pl.when((j + 1) * plan.block > end)(clean)
+            pl.when(((j + 1) * plan.block > end) | (j * plan.block < begin))(clean)
         v_smem = keys_smem.at[:, pl.ds(plan.v_start + column, plan.columns)]
         acc = accumulate(acc, weights.astype(plan.dtype), v_smem)
         if not plan.is_converted:

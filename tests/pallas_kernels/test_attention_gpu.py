@@ -35,7 +35,15 @@ DECODES = (
     Case("decodes", rows=((1, 1), (1, 200), (1, 16), (1, 63)), empty_rows=1, padding_tokens=1, head_dim=64),
     Case("split keys, sinks", rows=((1, 1500), (1, 40)), page_size=32, head_dim=64, sinks=True),
     Case("split window", rows=((1, 1400), (1, 9)), window=700, head_dim=64),
-    Case("float8, scales", rows=((1, 70), (1, 40)), kv_dtype="float8_e4m3fn", scales=True, head_dim=64),
+    Case("a window of one token", rows=((1, 33), (1, 130)), window=1, head_dim=64),
+    Case(
+        "float8, scales, window",
+        rows=((1, 70), (1, 40)),
+        kv_dtype="float8_e4m3fn",
+        scales=True,
+        window=5,
+        head_dim=64,
+    ),
     Case(
         "more heads than rows of a product, the widest window",
         rows=((1, 90),),
@@ -175,14 +183,14 @@ def test_the_cases_above_split_keys_and_share_them_between_warpgroups() -> None:
         arrays = jnp.asarray(problem.q), jnp.asarray(problem.pool), problem.rows
         return make_plan(*arrays, case.spec(), "h200", decode=decode, is_windowed=case.window is not None)
 
-    assert [plan_of(case, True).splits > 1 for case in DECODES] == [False, True, True, False, False]
+    assert [plan_of(case, True).splits > 1 for case in DECODES] == [False, True, True, False, False, False]
     chunk = plan_of(SHARED[1], False)
     assert SHARED[1].rows[0][1] > chunk.splits * chunk.stages * chunk.block  # a split needs a stage again
     assert {plan_of(case, False).warpgroups for case in PREFILLS} == {1}
     assert [plan_of(case, False).row_groups for case in SHARED] == [2, 2, 2, 1]
     assert [plan_of(case, False).splits > 1 for case in SHARED] == [False, True, False, False]
     assert plan_of(SHARED[-1], True).column_groups == plan_of(SHARED[-1], False).column_groups == 2
-    assert plan_of(DECODES[3], True).is_converted
+    assert plan_of(DECODES[4], True).is_converted
     assert plan_of(PREFILLS[1], False).is_converted
 
 
