@@ -89,7 +89,11 @@ def _locate(inputs: StepInputs, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
     """Each token's row and position in its sequence, int32 [num_tokens] each; padding is at position 0."""
     token = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
     ends = inputs.cu_q_lens[1:]
-    row = token if bucket.decode_only else jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+    row = (
+        token
+        if bucket.decode_only
+        else jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
+    )
     row = jnp.minimum(row, bucket.num_rows - 1)
     is_padding = token >= ends[-1]
     positions = inputs.kv_lens[row] - ends[row] + token

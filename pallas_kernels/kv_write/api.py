@@ -35,7 +35,11 @@ def locate_tokens(
     """Page and offset in it, int32 [num_tokens] each, of every token of the step; padding is on page 0."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     ends = rows.cu_q_lens[1:]
-    row = token if decode_only else jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+    row = (
+        token
+        if decode_only
+        else jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
+    )
     row = jnp.minimum(row, ends.shape[0] - 1)
     is_live = token < ends[-1]
     position = jnp.where(is_live, rows.kv_lens[row] - ends[row] + token, 0)

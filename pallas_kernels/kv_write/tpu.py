@@ -88,7 +88,9 @@ def _tiles(rows: Rows, num_tokens: int, page_size: int, tile: int) -> _Tiles:
     # A sequence of n tokens touches at most n, and at most n / tile + 2 tiles.
     capacity = min(num_tokens, num_tokens // tile + 2 * min(num_seqs, max(1, num_tokens // 2)))
     i = jnp.arange(capacity, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, i, side="right").astype(jnp.int32), num_seqs - 1)
+    row = jnp.minimum(
+        jnp.searchsorted(ends, i, side="right", method="compare_all").astype(jnp.int32), num_seqs - 1
+    )
     position = (start[row] // tile + i - (ends[row] - counts[row])) * tile  # of the tile's first row
     page = rows.page_indices[row, jnp.clip(position // page_size, 0, rows.page_indices.shape[1] - 1)]
     token = rows.cu_q_lens[row] + position - start[row]

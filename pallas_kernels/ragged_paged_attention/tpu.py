@@ -61,7 +61,9 @@ def mosaic_tpu_attention(
     if spec.decode_only:
         return decoded_rows, kv_pool
 
-    row = jnp.searchsorted(rows.cu_q_lens[1:], jnp.arange(num_tokens, dtype=jnp.int32), side="right")
+    row = jnp.searchsorted(
+        rows.cu_q_lens[1:], jnp.arange(num_tokens, dtype=jnp.int32), side="right", method="compare_all"
+    )
     is_live = row < num_seqs
     row = jnp.minimum(row, num_seqs - 1)
     out = jnp.where(is_live[:, None, None], decoded_rows[row], 0)

@@ -135,14 +135,16 @@ def _work(rows: Rows, num_tokens: int, unit: int, tile: int) -> tuple[_Work, jax
     ends = jnp.cumsum(tiles)
     capacity = num_tokens // tile + min(num_seqs, max(1, num_tokens // 2))
     i = jnp.arange(capacity, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, i, side="right").astype(jnp.int32), num_seqs - 1)
+    row = jnp.minimum(
+        jnp.searchsorted(ends, i, side="right", method="compare_all").astype(jnp.int32), num_seqs - 1
+    )
     within = (i - (ends[row] - tiles[row])) * tile
     position = rows.kv_lens[row] - q_lens[row] + within
     last = jnp.where(i < ends[-1], jnp.minimum(position + tile, rows.kv_lens[row]), 0)
     work = _Work(row, starts[row] + within, position, last)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(rows.cu_q_lens[1:], token, side="right").astype(jnp.int32)
+    owner = jnp.searchsorted(rows.cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
     is_live = (owner < num_seqs) & (token >= rows.cu_q_lens[0])
     owner = jnp.minimum(owner, num_seqs - 1)
     aligned = starts[owner] + token - rows.cu_q_lens[owner]
