@@ -11,19 +11,22 @@ MOST_TEMPORARIES = 0.03  # of a device's memory
 def implied_collectives(plan: Plan) -> dict[str, int]:
     """What splitting a model over devices asks for in a step, and nothing beside it.
 
-    A sum after each layer's attention (where its heads are split) and after its MLP, one after the look-up of
-    embeddings; logits exchanged once and sampled tokens gathered once (`sampler.sample_over_mesh`).
+    A sum after each layer's attention and after its MLP, one after the look-up of embeddings; logits
+    exchanged once and sampled tokens gathered once (`sampler.sample_over_mesh`).
     """
     if plan.target.mesh.size == 1:
         return {}
-    sums = 2 if plan.skeleton.shard_heads else 1
-    counts = {"all-reduce": sums * plan.skeleton.config.num_layers + 1, "all-gather": 1}
-    # Sampling takes whole rows; a vocabulary that is not split needs no exchange for that.
-    if plan.skeleton.config.vocab_size % plan.target.mesh.size:
-        counts["all-reduce"] -= 1  # the embeddings are whole on each device too
-    else:
-        counts["all-to-all"] = 1
-    return counts
+    config, num_devices = plan.skeleton.config, plan.target.mesh.size
+    # What does not divide is whole on every device, and asks for nothing.
+    mlp_parts = config.num_experts or config.intermediate_size
+    sums = plan.skeleton.heads.axis + (mlp_parts % num_devices == 0)
+    is_vocab_split = config.vocab_size % num_devices == 0
+    counts = {
+        "all-reduce": sums * config.num_layers + is_vocab_split,
+        "all-to-all": int(is_vocab_split),
+        "all-gather": 1,
+    }
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def failures(plan: Plan) -> list[str]:

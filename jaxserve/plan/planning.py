@@ -200,7 +200,7 @@ class _Planner:
         self.longest = args.max_model_len or config.max_position_embeddings
         self.skeleton = self._skeleton(self.longest)
         self.weights = weights_bytes(self.skeleton)
-        self.split = target.mesh.size if self.skeleton.shard_heads else 1  # devices that share the pool
+        self.split = target.mesh.size if self.skeleton.heads.axis else 1  # devices that share the pool
         self.page_bytes = self._limits(0, num_pages=2)[1].num_bytes // 2  # over all devices
 
     def plan(self, largest_only: bool, context: int | None, progress: Progress) -> Plan:
@@ -318,8 +318,7 @@ class _Planner:
         return pool_budget(self.args, self.config, self.target.mesh, self.target.memory_bytes, taken)
 
     def _limits(self, budget: int, **changes: Any) -> tuple[SchedulerConfig, PoolSpec]:
-        platform = platform_of(self.target.mesh)
-        return choose_limits(replace(self.args, **changes), self.config, self.dtype, platform, budget)
+        return choose_limits(replace(self.args, **changes), self.config, self.dtype, self.target.mesh, budget)
 
     def _skeleton(self, max_model_len: int) -> ModelSkeleton:
         return build_skeleton(self.family, self.config, self.dtype, self.target.mesh, max_model_len)

@@ -124,6 +124,8 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_memory_table(plan))
     if plan.reports:
         console.print(_program_table(plan))
+        for talk in dict.fromkeys(_exchanges(report) for report in plan.reports):
+            console.print(f"devices exchange in a step: {talk}")
     if plan.decode and plan.prefill:
         console.print(_bound_table(plan.decode, plan.prefill))
     console.print(f"jax {jax.__version__}, {compiler_version(plan)}; bounds from the chip's data sheet")
@@ -145,7 +147,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _program_table(plan: Plan) -> Table:
-    table = Table("step", "tokens", "rows", "temporaries", "pool copies", "shared", "exchanges", "sent")
+    table = Table("step", "tokens", "rows", "temporaries", "pool copies", "pool shared", "sent")
     for report in plan.reports:
         table.add_row(
             "decode" if report.bucket.decode_only else "mixed",
@@ -154,10 +156,13 @@ def _program_table(plan: Plan) -> Table:
             _size(report.temp_bytes),
             str(len(report.pool_copies)),
             "yes" if report.pool_aliased else "NO",
-            "\n".join(f"{c.count} {c.kind}" for c in report.collectives) or "none",
             _size(report.link_bytes),
         )
     return table
+
+
+def _exchanges(report: BucketReport) -> str:
+    return ", ".join(f"{c.count} {c.kind}" for c in report.collectives) or "nothing"
 
 
 def _bound_table(decode: StepBound, prefill: StepBound) -> Table:

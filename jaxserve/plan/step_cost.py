@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxserve.kv_pool import PoolSpec
 from jaxserve.skeleton import Leaf, ModelSkeleton
 from pallas_kernels.chips import Chip
+from pallas_kernels.pool_layout import HEAD_AXIS
 from pallas_kernels.roofline import AttentionShape, Cost, attention_cost, link_seconds
 
 
@@ -67,12 +68,12 @@ def step_cost(skeleton: ModelSkeleton, pool: PoolSpec, q_lens: Sequence[int], kv
     )
     total = Cost(_weights_read(skeleton, num_tokens) + border, flops)
 
-    split = num_devices if skeleton.shard_heads else 1
+    split = num_devices if skeleton.heads.axis else 1
     windows = Counter(config.window(layer) for layer in range(config.num_layers))
     for window, num_layers in windows.items():
         shape = AttentionShape(
             num_q_heads=config.num_heads // split,
-            num_kv_heads=config.num_kv_heads // split,
+            num_kv_heads=pool.shape[HEAD_AXIS] // split,
             k_dim=config.head_dim,
             v_dim=config.head_dim,
             kv_dim=pool.shape[-1],

@@ -92,6 +92,13 @@ def test_every_bucket_of_the_ladder_is_compiled_when_asked(small, four_cpus):
     assert [(i, n) for _, i, n in told] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
+def test_what_does_not_divide_is_not_exchanged(small, four_cpus):
+    odd = SMALL | {"vocab_size": 1023, "intermediate_size": 510, "num_hidden_layers": 2}
+    (small / "config.json").write_text(json.dumps(odd))
+    plan = make_plan(small_args(small), "v6e:2x2", largest_only=True)
+    assert plan.collectives() == {"all-reduce": 2, "all-gather": 1} == implied_collectives(plan)
+
+
 def test_one_device_exchanges_nothing(small, four_cpus):
     plan = make_plan(small_args(small, tensor_parallel_size=1), "v6e:2x2", largest_only=True)
     assert plan.collectives() == {} == implied_collectives(plan)
