@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
 from jaxserve.models.config import ModelConfig
 from jaxserve.scheduler import SchedulerConfig
-from jaxserve.sharding import platform_of, splits_heads
+from jaxserve.sharding import head_sharding, platform_of
 from jaxserve.skeleton import ModelSkeleton
 from jaxserve.step import StepSpec
 from pallas_kernels.support import resolve
@@ -42,12 +42,13 @@ def choose_num_seqs(args: EngineArgs, platform: str) -> int:
 
 
 def choose_limits(
-    args: EngineArgs, config: ModelConfig, dtype: np.dtype, platform: str, budget_bytes: int
+    args: EngineArgs, config: ModelConfig, dtype: np.dtype, mesh: Mesh, budget_bytes: int
 ) -> tuple[SchedulerConfig, PoolSpec]:
     """The scheduler's limits and the pool. `budget_bytes`: of the pool over all devices.
 
     Raises ConfigError for a context that the model does not have and for a budget below two pages.
     """
+    platform = platform_of(mesh)
     max_num_seqs = choose_num_seqs(args, platform)
     max_model_len = args.max_model_len or config.max_position_embeddings
     if max_model_len > config.max_position_embeddings and config.rope.rope_type != "dynamic":
@@ -59,13 +60,13 @@ def choose_limits(
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else np.dtype(jnp.dtype(args.kv_cache_dtype))
     pool = plan_pool(
         config,
+        mesh,
         dtype=kv_dtype,
         page_size=page_size,
         num_pages=args.num_pages,
         budget_bytes=budget_bytes,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        platform=platform,
     )
     if args.max_model_len is None:
         max_model_len = min(max_model_len, pool.num_tokens)
@@ -97,8 +98,8 @@ def pool_budget(
     slots = choose_num_seqs(args, platform_of(mesh)) + 1
     tables = 4 * slots * (config.vocab_size + (args.max_model_len or config.max_position_embeddings))
     share = int(device_bytes * (args.memory_utilization or _UTILIZATION))
-    # Heads that the mesh does not divide are all on every device.
-    return (share - taken_bytes - tables) * (mesh.size if splits_heads(config, mesh) else 1)
+    # A pool that is not split is whole on every device.
+    return (share - taken_bytes - tables) * (mesh.size if head_sharding(config, mesh).axis else 1)
 
 
 def make_spec(skeleton: ModelSkeleton, mesh: Mesh, chip: str | None, attention: str) -> StepSpec:
@@ -108,7 +109,7 @@ def make_spec(skeleton: ModelSkeleton, mesh: Mesh, chip: str | None, attention: 
         graphdef=skeleton.graphdef,
         treedef=skeleton.treedef,
         mesh=mesh,
-        shard_heads=skeleton.shard_heads,
+        heads=skeleton.heads,
         head_dim=config.head_dim,
         sm_scale=config.attention_scale or config.head_dim**-0.5,
         soft_cap=config.attention_soft_cap,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.sharding import num_pool_heads, platform_of
 from pallas_kernels.pool_layout import page_bytes, pool_shape, row_dim
 
 
@@ -46,6 +48,7 @@ def default_page_size(max_model_len: int) -> int:
 
 def plan_pool(
     config: ModelConfig,
+    mesh: Mesh,
     *,
     dtype: np.dtype,
     page_size: int,
@@ -53,14 +56,15 @@ def plan_pool(
     budget_bytes: int,
     max_num_seqs: int,
     max_model_len: int,
-    platform: str = "cpu",
 ) -> PoolSpec:
-    """The pool: `num_pages` if given, else what the budget holds; never more than can be used.
+    """The pool of a mesh: `num_pages` if given, else what the budget holds; never more than can be used.
+
+    `budget_bytes`: over all devices that share the pool.
 
     Raises ConfigError when that is too small for a single token.
     """
-    row = row_dim(2 * config.head_dim, platform)
-    each = page_bytes(config.num_layers, config.num_kv_heads, page_size, row, dtype)
+    heads, row = num_pool_heads(config, mesh), row_dim(2 * config.head_dim, platform_of(mesh))
+    each = page_bytes(config.num_layers, heads, page_size, row, dtype)
     useful = max_num_seqs * -(-max_model_len // page_size) + 1
     num_pages = min(budget_bytes // each if num_pages is None else num_pages, useful)
     if num_pages < 2:
@@ -68,5 +72,5 @@ def plan_pool(
             f"the KV pool would have {num_pages} pages of {each:,} bytes; it needs 2 or more "
             "(raise --kv-cache-memory or --memory-utilization, or lower --page-size)"
         )
-    shape = pool_shape(config.num_layers, num_pages, config.num_kv_heads, page_size, row)
+    shape = pool_shape(config.num_layers, num_pages, heads, page_size, row)
     return PoolSpec(shape, np.dtype(dtype), config.hidden_size)

@@ -74,7 +74,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         family, config = _live_config(live)
     dtype = choose_dtype(args, platform)
     mesh = make_mesh(devices, args.tensor_parallel_size)
-    limits, pool = choose_limits(args, config, dtype, platform, _budget(args, config, dtype, mesh))
+    limits, pool = choose_limits(args, config, dtype, mesh, _budget(args, config, dtype, mesh))
     skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len)
 
     name = args.model if live is None else "live"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import jax
 import numpy as np
@@ -36,9 +37,40 @@ def platform_of(mesh: Mesh) -> str:
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
 
-def splits_heads(config: ModelConfig, mesh: Mesh) -> bool:
-    """Whether attention is split over the model axis; with heads that do not divide, each device does all."""
-    return config.num_kv_heads % mesh.shape[MODEL_AXIS] == 0
+class HeadSharding(Enum):
+    """How attention's heads lie on the devices of the model axis."""
+
+    WHOLE = "whole"  # each device computes all heads and holds the whole pool
+    SPLIT = "split"  # each has its own query heads and their key-value heads
+    REPEATED = "repeated"  # each has its own query heads and the one key-value head they share with others
+
+    @property
+    def axis(self) -> str | None:
+        """The mesh axis of query heads and of the pool's heads."""
+        return None if self is HeadSharding.WHOLE else MODEL_AXIS
+
+    @property
+    def kv_axis(self) -> str | None:
+        """The mesh axis of the heads of new keys and values, as k_proj and v_proj make them."""
+        return MODEL_AXIS if self is HeadSharding.SPLIT else None
+
+
+def head_sharding(config: ModelConfig, mesh: Mesh) -> HeadSharding:
+    """What the numbers of heads allow; heads that do not divide are whole on each device."""
+    num_devices = mesh.shape[MODEL_AXIS]
+    if config.num_kv_heads % num_devices == 0:
+        return HeadSharding.SPLIT
+    # A device's query heads then belong to one key-value head.
+    if num_devices % config.num_kv_heads == 0 and config.num_heads % num_devices == 0:
+        return HeadSharding.REPEATED
+    return HeadSharding.WHOLE
+
+
+def num_pool_heads(config: ModelConfig, mesh: Mesh) -> int:
+    """Key-value heads in the pool, over all devices that share it."""
+    if head_sharding(config, mesh) is HeadSharding.REPEATED:
+        return mesh.shape[MODEL_AXIS]  # each of the model's as often as devices need it, side by side
+    return config.num_kv_heads
 
 
 def param_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:

@@ -16,7 +16,7 @@ from jaxserve.models.attention import Layout, Placement
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.names import Path
 from jaxserve.models.registry import Family
-from jaxserve.sharding import param_sharding, platform_of, splits_heads, variable_axes
+from jaxserve.sharding import HeadSharding, head_sharding, param_sharding, platform_of, variable_axes
 
 ROPE_PATH: Path = ("rope_inv_freq",)
 
@@ -62,7 +62,7 @@ class ModelSkeleton:
     graphdef: Any
     treedef: jax.tree_util.PyTreeDef
     leaves: tuple[Leaf, ...]
-    shard_heads: bool
+    heads: HeadSharding
     max_seq_len: int  # fixes the frequencies of dynamic rope
 
     @property
@@ -105,7 +105,7 @@ def build_skeleton(
     """The module for a mesh. `layout`: see `Placement`; None is what the mesh's platform does best."""
     platform = platform_of(mesh)
     layout = layout or _LAYOUTS[platform]
-    placement = Placement(mesh, platform, splits_heads(config, mesh), layout)
+    placement = Placement(mesh, platform, head_sharding(config, mesh), layout)
     abstract = nnx.eval_shape(lambda: family.module(config, dtype=jnp.dtype(dtype), placement=placement))
     graphdef, state = nnx.split(abstract)
     values, treedef = jax.tree.flatten(state)
@@ -116,7 +116,7 @@ def build_skeleton(
         sharding = param_sharding(mesh, variable_axes(variable, value.ndim), value.shape)
         transposed = bool(variable.get_metadata().get("transposed"))
         leaves.append(Leaf(path, value.shape, np.dtype(value.dtype), sharding, transposed))
-    return ModelSkeleton(family, config, graphdef, treedef, tuple(leaves), placement.shard_heads, max_seq_len)
+    return ModelSkeleton(family, config, graphdef, treedef, tuple(leaves), placement.heads, max_seq_len)
 
 
 def row_sharding(leaf: Leaf) -> NamedSharding:

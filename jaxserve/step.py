@@ -20,9 +20,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.batch import Bucket, StepInputs, unpack
+from jaxserve.models.attention import AttendFn
+from jaxserve.models.decoder import CausalLM
 from jaxserve.models.layers import MODEL_AXIS
-from jaxserve.models.llama import AttendFn, CausalLM
 from jaxserve.sampler import Sampled, sample_over_mesh, token_logprobs
+from jaxserve.sharding import HeadSharding
 from pallas_kernels.ragged_paged_attention import AttentionSpec, Rows, ragged_paged_attention
 
 Weights = tuple[jax.Array, ...]
@@ -35,7 +37,7 @@ class StepSpec:
     graphdef: nnx.GraphDef[Any]
     treedef: jax.tree_util.PyTreeDef
     mesh: Mesh
-    shard_heads: bool
+    heads: HeadSharding
     head_dim: int
     sm_scale: float
     soft_cap: float | None
@@ -53,7 +55,7 @@ def make_step(spec: StepSpec, bucket: Bucket) -> Callable[..., Any]:
 
     def step(
         weights: Weights,
-        kv_pool: jax.Array,  # [num_layers, num_pages, num_kv_heads, page_size, row_dim]
+        kv_pool: jax.Array,  # [num_layers, num_pages, num_pool_heads, page_size, row_dim]
         token_table: jax.Array,  # int32 [num_slots + 1, max_model_len]
         bias_table: jax.Array,  # float32 [num_slots + 1, vocab]
         ints: jax.Array,  # int32 [num_rows, INT_COLUMNS + pages_per_seq]
@@ -130,8 +132,8 @@ def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
             window=window,
         )
 
-    heads = MODEL_AXIS if spec.shard_heads else None
-    per_head, pool = P(None, heads, None), P(None, None, heads)
+    per_head, per_kv_head = P(None, spec.heads.axis), P(None, spec.heads.kv_axis)
+    pool = P(None, None, spec.heads.axis)
 
     def attend(
         layer: int | jax.Array,
@@ -149,18 +151,27 @@ def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
         def on_device(
             q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array, rows: Rows, *scalars: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
+            if spec.heads is HeadSharding.REPEATED:
+                k, v = _own_head(k), _own_head(v)
             return local(scalars[1] if len(scalars) > 1 else None, scalars[0], q, k, v, kv_pool, rows)
 
         fn = jax.shard_map(
             on_device,
             mesh=spec.mesh,
-            in_specs=(per_head, per_head, per_head, pool, P(), *(P() for _ in scalars)),
+            in_specs=(per_head, per_kv_head, per_kv_head, pool, P(), *(P() for _ in scalars)),
             out_specs=(per_head, pool),
             check_vma=False,
         )
         return fn(q, k, v, kv_pool, rows, *scalars)
 
     return attend
+
+
+def _own_head(x: jax.Array) -> jax.Array:
+    """x [num_tokens, num_kv_heads, head_dim] -> [num_tokens, 1, head_dim]: that of this device's queries."""
+    num_sharing = jax.lax.axis_size(MODEL_AXIS) // x.shape[1]
+    head = jax.lax.axis_index(MODEL_AXIS) // num_sharing
+    return jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1)
 
 
 def make_score(spec: StepSpec) -> Callable[..., Any]:

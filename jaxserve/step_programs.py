@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.batch import FLOAT_COLUMNS, INT_COLUMNS, Bucket
 from jaxserve.compilation import bucket_ladders
 from jaxserve.kv_pool import PoolSpec
-from jaxserve.models.layers import MODEL_AXIS
 from jaxserve.scheduler import SchedulerConfig
 from jaxserve.step import StepSpec, make_step
 from jaxserve.weights import ModelSkeleton
@@ -33,9 +32,9 @@ class StepPrograms:
         self.spec = spec
         self.pages_per_seq = -(-limits.max_model_len // limits.page_size)
         self.replicated = NamedSharding(spec.mesh, P())
-        heads = MODEL_AXIS if spec.shard_heads else None
         self.weights = tuple(Aval(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in skeleton.leaves)
-        self.kv_pool = Aval(pool.shape, pool.dtype, sharding=NamedSharding(spec.mesh, P(None, None, heads)))
+        per_head = NamedSharding(spec.mesh, P(None, None, spec.heads.axis))
+        self.kv_pool = Aval(pool.shape, pool.dtype, sharding=per_head)
         slots = limits.max_num_seqs + 1  # the last one is the dummy slot
         self.tokens = self.host_aval((slots, limits.max_model_len), jnp.int32)
         self.bias = self.host_aval((slots, skeleton.config.vocab_size), jnp.float32)

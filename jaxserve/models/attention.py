@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import Linear, RMSNorm
 from jaxserve.models.rope import apply_rope
+from jaxserve.sharding import HeadSharding
 
 Layout = Literal["looped", "stacked", "unrolled"]
 NO_WINDOW = 2**30  # a window longer than any context
@@ -37,15 +38,14 @@ class AttendFn(Protocol):
 class Placement:
     """Where a model's arrays lie, and what its program is compiled for.
 
-    `shard_heads` splits attention over the model axis; without it every device computes all heads (what a
-    head count that the axis does not divide needs), while MLP and vocabulary are split all the same.
+    `heads` is about attention alone: MLP and vocabulary are split whatever it is.
     `layout`: "unrolled" writes every layer out in the program. "looped" and "stacked" are one loop over the
     layers: over parameters of each layer, or over parameters that hold those of all layers.
     """
 
     mesh: Mesh | None = None  # None: one device
     platform: str = "cpu"
-    shard_heads: bool = True
+    heads: HeadSharding = HeadSharding.SPLIT
     layout: Layout = "unrolled"
 
 
@@ -61,11 +61,12 @@ class LayerPlace:
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, placement: Placement) -> None:
         h, d = config.hidden_size, config.head_dim
-        out, inp = ("out", "in") if placement.shard_heads else (None, None)
+        out, inp = ("out", "in") if placement.heads.axis else (None, None)
+        kv_out = "out" if placement.heads.kv_axis else None
         kw: Mapping[str, Any] = {"dtype": dtype}
         self.q_proj = Linear(h, config.num_heads * d, bias=config.qkv_bias, shard=out, **kw)
-        self.k_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=out, **kw)
-        self.v_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=out, **kw)
+        self.k_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=kv_out, **kw)
+        self.v_proj = Linear(h, config.num_kv_heads * d, bias=config.qkv_bias, shard=kv_out, **kw)
         self.o_proj = Linear(config.num_heads * d, h, bias=config.o_bias, shard=inp, **kw)
         norm: Mapping[str, Any] = {"dtype": dtype, "unit_offset": config.unit_offset_norms}
         self.q_norm = RMSNorm(d, config.rms_norm_eps, **norm) if config.qk_norm else None

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models.attention import AttendFn as AttendFn
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.config_reader import INERT, ConfigReader, read_rope, require_decoder
-from jaxserve.models.decoder import CausalLM as CausalLM
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.names import Path, decoder_names
 

@@ -19,7 +19,7 @@ def implied_collectives(plan: Plan) -> dict[str, int]:
     config, num_devices = plan.skeleton.config, plan.target.mesh.size
     # What does not divide is whole on every device, and asks for nothing.
     mlp_parts = config.num_experts or config.intermediate_size
-    sums = plan.skeleton.heads.axis + (mlp_parts % num_devices == 0)
+    sums = (plan.skeleton.heads.axis is not None) + (mlp_parts % num_devices == 0)
     is_vocab_split = config.vocab_size % num_devices == 0
     counts = {
         "all-reduce": sums * config.num_layers + is_vocab_split,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.kv_pool import PoolSpec
-from jaxserve.skeleton import Leaf, ModelSkeleton
+from jaxserve.skeleton import ROPE_PATH, Leaf, ModelSkeleton
 from pallas_kernels.chips import Chip
 from pallas_kernels.pool_layout import HEAD_AXIS
 from pallas_kernels.roofline import AttentionShape, Cost, attention_cost, link_seconds
@@ -60,13 +60,10 @@ def step_cost(skeleton: ModelSkeleton, pool: PoolSpec, q_lens: Sequence[int], kv
     config, num_tokens, num_rows = skeleton.config, sum(q_lens), len(q_lens)
     num_devices = skeleton.leaves[0].sharding.mesh.size
     element = skeleton.leaves[0].dtype.itemsize
-    output_matrix = config.vocab_size * config.hidden_size
-    layers = config.num_active_parameters - output_matrix
-    flops = 2 * (layers * num_tokens + output_matrix * num_rows) / num_devices
     border = (
         2 * num_tokens * config.hidden_size * element + 2 * num_rows * config.vocab_size * 4 / num_devices
     )
-    total = Cost(_weights_read(skeleton, num_tokens) + border, flops)
+    total = Cost(_weights_read(skeleton, num_tokens) + border, _products(skeleton, num_tokens, num_rows))
 
     split = num_devices if skeleton.heads.axis else 1
     windows = Counter(config.window(layer) for layer in range(config.num_layers))
@@ -82,6 +79,22 @@ def step_cost(skeleton: ModelSkeleton, pool: PoolSpec, q_lens: Sequence[int], kv
             window=window,
         )
         total += attention_cost(q_lens, kv_lens, shape) * num_layers
+    return total
+
+
+def _products(skeleton: ModelSkeleton, num_tokens: int, num_rows: int) -> float:
+    """Operations with a device's part of the weights; each token is multiplied with its own experts alone."""
+    config, total = skeleton.config, 0.0
+    output = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    for leaf in skeleton.leaves:
+        rows = float(num_tokens)
+        if "experts" in leaf.path:
+            rows *= config.num_experts_per_token / config.num_experts
+        elif leaf.path[0] == output:
+            rows = num_rows
+        elif leaf.path == ROPE_PATH or leaf.path[0] == "embed_tokens":
+            rows = 0
+        total += 2 * rows * math.prod(leaf.sharding.shard_shape(leaf.shape))
     return total
 
 

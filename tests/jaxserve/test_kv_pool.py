@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import default_page_size, plan_pool
+from jaxserve.sharding import make_mesh
 from tests.jaxserve.tiny import TINY
 
 PAGE_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, kv heads, k and v, page_size, head_dim, float32
@@ -24,7 +26,8 @@ def plan(**args: Any) -> Any:
         "max_num_seqs": 8,
         "max_model_len": 1000,
     }
-    return plan_pool(TINY, **{**defaults, **args})
+    mesh = make_mesh(jax.devices(), args.pop("num_devices", 1))
+    return plan_pool(TINY, mesh, **{**defaults, **args})
 
 
 def test_the_budget_is_filled_and_not_exceeded() -> None:
@@ -44,6 +47,14 @@ def test_given_pages_go_before_the_budget() -> None:
 def test_a_budget_of_less_than_two_pages_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         plan(budget_bytes=2 * PAGE_BYTES - 1)
+
+
+@pytest.mark.parametrize(("num_devices", "heads"), [(2, 2), (3, 2), (4, 4), (8, 2)])
+def test_key_value_heads_are_repeated_where_that_gives_each_device_one(num_devices: int, heads: int) -> None:
+    """TINY has 2 of them for 4 query heads: 3 devices, or 8, do not share 4 evenly."""
+    pool = plan(num_devices=num_devices)
+    assert pool.shape == (2, 100 * 2 // heads, heads, 16, 2 * 8)
+    assert pool.num_bytes == 100 * PAGE_BYTES
 
 
 @pytest.mark.parametrize(("context", "size"), [(16, 16), (256, 16), (512, 32), (8192, 32), (32768, 16)])

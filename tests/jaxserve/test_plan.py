@@ -159,9 +159,10 @@ def skeleton_of(config, num_devices, dtype=np.float32):
     return build_skeleton(family_by_name(config.family), config, np.dtype(dtype), mesh, 64)
 
 
-def pool_of(config):
+def pool_of(config, num_devices=1):
     return plan_pool(
         config,
+        make_mesh(jax.devices(), num_devices),
         dtype=np.dtype(np.float32),
         page_size=8,
         num_pages=9,
@@ -190,6 +191,23 @@ def test_a_step_s_cost_counted_by_hand():
     borders = 2 * 4 * 256 * 4 + 2 * 2 * 1024 * 4
     attention = 2 * (4 * 8 * 256 * 4 + 9 * 4 * 256 * 4 + 4 * 4 * 256 * 8)
     assert cost.num_bytes == weights + borders + attention
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+def test_heads_of_a_device_counted_by_hand(num_devices):
+    """Two key-value heads of 128 and eight query heads: split over 2 devices, whole on 3, repeated on 8."""
+    config = family_of(SMALL).config_from_hf(SMALL | {"num_key_value_heads": 2, "num_hidden_layers": 1})
+    cost = step_cost(skeleton_of(config, num_devices), pool_of(config, num_devices), [1], [1001])
+    q_heads, kv_heads, kv_products = {2: (4, 1, 1), 3: (8, 2, 2), 8: (1, 1, 2)}[num_devices]
+    parts = 1 if num_devices == 3 else num_devices  # of the MLP and the vocabulary, which 3 do not divide
+    products = 128 * 256 * (2 * q_heads + 2 * kv_products) + (3 * 256 * 512) // parts
+    norms = 3 * 256
+    output = 1024 * 256 // parts
+    assert cost.flops == 2 * (products + norms + output) + 2 * 1001 * q_heads * 256
+    read = 4 * (products + norms + output) + 4 * 64
+    border = 2 * 256 * 4 + 2 * 1024 * 4 / num_devices
+    attention = q_heads * 256 * 4 + 1000 * kv_heads * 256 * 4 + kv_heads * 256 * 8
+    assert cost.num_bytes == read + border + attention
 
 
 def test_windows_bound_what_a_layer_reads():
