@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams, loading
 from jaxserve.skeleton import build_skeleton
+from pallas_kernels.pool_layout import HEAD_AXIS
 from tests.jaxserve.tiny import GOLDENS
 
 ARCH = sorted(p.name for p in (GOLDENS / "arch").iterdir())
@@ -103,25 +104,37 @@ def test_a_sharded_bfloat16_checkpoint_equals_its_values_in_float32(tmp_path: Pa
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "num_devices"),
+    ("name", "num_devices", "kv_heads"),
     [
-        ("llama_gqa", 2),
-        ("llama_rope_llama3", 2),  # one kv head: every device computes all heads
-        ("qwen3", 2),
-        ("qwen3_moe", 2),
-        ("qwen3_moe", 4),  # six experts: every device computes all
-        ("gemma3_text", 2),
+        ("llama_gqa", 2, 1),
+        ("llama_gqa", 3, 2),  # four query heads do not divide: every device computes all
+        ("llama_rope_llama3", 2, 1),  # one key-value head, which every device has
+        ("llama_rope_llama3", 4, 1),
+        ("qwen3", 2, 1),
+        ("qwen3_moe", 2, 1),
+        ("qwen3_moe", 4, 1),  # two key-value heads, twice each; six experts: every device computes all
+        ("gemma3_text", 2, 1),
     ],
 )
-def test_tensor_parallel_gives_the_same_tokens(name: str, num_devices: int) -> None:
+def test_tensor_parallel_gives_the_same_tokens(name: str, num_devices: int, kv_heads: int) -> None:
+    """`kv_heads`: in each device's part of the pool."""
     pack = GOLDENS / "arch" / name
     with load(pack, tensor_parallel_size=num_devices) as llm:
         check(llm, pack, atol=1e-4)
+        parts = llm._engine.runner._kv_pool.addressable_shards
+        assert [part.data.shape[HEAD_AXIS] for part in parts] == [kv_heads] * num_devices
 
 
 @pytest.mark.parametrize(
     ("name", "num_devices"),
-    [("llama_bias_tied", 1), ("qwen3", 2), ("qwen3_moe", 1), ("qwen3_moe", 2), ("gemma3_text", 1)],
+    [
+        ("llama_bias_tied", 1),
+        ("llama_rope_llama3", 4),
+        ("qwen3", 2),
+        ("qwen3_moe", 1),
+        ("qwen3_moe", 2),
+        ("gemma3_text", 1),
+    ],
 )
 def test_stacked_layers_give_the_same_tokens(
     name: str, num_devices: int, monkeypatch: pytest.MonkeyPatch

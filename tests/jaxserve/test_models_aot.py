@@ -14,12 +14,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.batch import Bucket
+from jaxserve.capacity import choose_attention, choose_limits, make_spec
+from jaxserve.engine_args import EngineArgs
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family_by_name
 from jaxserve.models.rope import RopeConfig
+from jaxserve.plan.bucket import compile_bucket, shard_dims
 from jaxserve.plan.hlo import collectives, pool_copies
 from jaxserve.sharding import make_mesh
 from jaxserve.skeleton import ROPE_PATH, build_skeleton
+from jaxserve.step_programs import StepPrograms
 from pallas_kernels.aot import CompilerMissingError, abstract_devices
 
 # Stacks larger than a chip's vector memory: smaller ones are prefetched into it, which looks like a copy.
@@ -114,3 +119,43 @@ def test_a_tpu_reads_stacked_layers_where_they_lie(name: str, mesh: Mesh) -> Non
         assert pool_copies(text, local) == [], leaf.path
     (sums,) = collectives(text)
     assert (sums.kind, sums.count) == ("all-reduce", 2 * config.num_layers + 1)
+
+
+# Qwen3-30B-A3B but for the number of its layers (48).
+QWEN3_30B_A3B = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=3,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1000000.0, head_dim=128, max_position_embeddings=40960),
+    max_position_embeddings=40960,
+    qk_norm=True,
+    num_experts=128,
+    num_experts_per_token=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+)
+
+
+@pytest.mark.parametrize("bucket", [Bucket(64, 64, True), Bucket(256, 8, False)], ids=["decode", "mixed"])
+def test_four_key_value_heads_on_eight_chips_need_no_further_exchange(bucket: Bucket, mesh: Mesh) -> None:
+    """Each chip finds the head of its queries in its own k and v: a layer exchanges two sums, the rest of
+    the step one sum, the logits and the sampled tokens; and the pool of a chip has one head."""
+    config, dtype = QWEN3_30B_A3B, np.dtype(jnp.bfloat16)
+    args = EngineArgs(model="", max_num_seqs=64, max_num_batched_tokens=256, max_model_len=4096, page_size=16)
+    # A pool larger than a chip's vector memory, into which the compiler would move a smaller one.
+    limits, pool = choose_limits(args, config, dtype, mesh, 4 << 30)
+    skeleton = build_skeleton(family_by_name(config.family), config, dtype, mesh, limits.max_model_len)
+    spec = make_spec(skeleton, mesh, "v6e", choose_attention(args, "tpu", "v6e"))
+    programs = StepPrograms(spec, skeleton, pool, limits)
+    assert shard_dims(programs.kv_pool) == (3, pool.num_pages, 1, 16, 256)
+    report = compile_bucket(programs, bucket)
+    counts = {c.kind: c.count for c in report.collectives}
+    assert counts == {"all-reduce": 2 * config.num_layers + 1, "all-to-all": 1, "all-gather": 1}
+    assert report.pool_copies == ()
+    assert report.pool_aliased
