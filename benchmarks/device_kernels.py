@@ -233,7 +233,7 @@ def _attention_cost(case: attention_cases.Case) -> Cost:
         kv_bytes=kv_bytes,
         window=case.window,
     )
-    return attention_cost(*zip(*case.rows, strict=True), shape)
+    return attention_cost([q for q, _ in case.rows], [kv for _, kv in case.rows], shape)
 
 
 def _attention_seconds(

@@ -60,6 +60,11 @@ CASES: tuple[Case, ...] = (
     Case("more items than a loop step takes", rows=((1, 300),) * 24, page_size=8),
     Case("mixed", rows=((1, 40), (1, 7), (20, 20), (33, 90), (2, 65)), padding_tokens=5, empty_rows=3),
     Case("a decode behind a prompt", rows=((19, 19), (1, 30), (70, 70), (1, 3))),
+    Case(
+        "short prompts side by side",
+        rows=((3, 9), (2, 2), (1, 30), (3, 3), (5, 20), (2, 70), (1, 1), (9, 9), (40, 40), (2, 3)),
+        padding_tokens=3,
+    ),
     Case("a chunk of a long context", rows=((65, 700), (64, 64), (130, 131)), page_size=32),
     Case("empty rows alone", rows=(), empty_rows=3, padding_tokens=3),
     Case("empty rows behind decodes", rows=((1, 20), (1, 33)), empty_rows=2, padding_tokens=2),

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write.tpu import write_kv_tpu
 from pallas_kernels.ragged_paged_attention.tpu_decode import tpu_decode
-from pallas_kernels.ragged_paged_attention.tpu_pages import TABLE_BYTES, sublanes
-from pallas_kernels.ragged_paged_attention.tpu_prefill import tpu_prefill
+from pallas_kernels.ragged_paged_attention.tpu_pages import TABLE_BYTES, KVShape, sublanes
+from pallas_kernels.ragged_paged_attention.tpu_prefill import prefill_query_bytes, tpu_prefill
 from pallas_kernels.ragged_paged_attention.tpu_tuning import choose_blocks, choose_query_tile, tuning_of
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 
@@ -68,7 +68,8 @@ def mosaic_tpu_attention(
     row = jnp.minimum(row, num_seqs - 1)
     out = jnp.where(is_live[:, None, None], decoded_rows[row], 0)
     blocks = choose_blocks(page_bytes, page_size, pages_per_seq, tuning.prefill_keys, tuning)
-    query_tile = choose_query_tile(num_q_heads // heads, sublanes(q.dtype), tuning)
+    query_bytes = prefill_query_bytes(KVShape.of(kv_pool, q.shape[2], spec), num_q_heads, q.dtype)
+    query_tile = choose_query_tile(num_q_heads // heads, query_bytes, sublanes(q.dtype), tuning)
     for start in range(0, num_seqs, rows_per_call):
         stop = min(start + rows_per_call, num_seqs)
         some = Rows(rows.kv_lens[start:stop], rows.page_indices[start:stop], rows.cu_q_lens[start : stop + 1])

@@ -95,12 +95,12 @@ class Blocks:
         return self.pages_per_block // self.pages_per_step
 
 
-def vmem_limit(kv_pool: jax.Array, blocks: Blocks) -> int:
-    """Bytes of VMEM a kernel may use: its page buffers and room for the rest."""
+def vmem_limit(kv_pool: jax.Array, blocks: Blocks, state_bytes: int = 0) -> int:
+    """Bytes of VMEM a kernel may use: its page buffers, its state, and room for the rest."""
     _, _, heads, page_size, row_dim = kv_pool.shape
     padded = round_up(page_size, sublanes(kv_pool.dtype)) * round_up(row_dim, LANES)
     buffers = 2 * blocks.pages_per_block * heads * padded * kv_pool.dtype.itemsize
-    return min(buffers + 24 * 2**20, 56 * 2**20)
+    return buffers + state_bytes + 24 * 2**20
 
 
 def for_each_head(num_heads: int, at_once: int, body: Callable[[jax.Array | int], None]) -> None:

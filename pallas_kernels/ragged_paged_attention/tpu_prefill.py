@@ -1,10 +1,12 @@
 """TPU (Mosaic): rows with two or more queries, tile by tile, over K and V that are in the pool already.
 
-A work item is a tile of one row's queries, all heads. The queries are laid out head by head with every row
-starting at a whole memory tile, so that one copy brings a work item's queries and a key-value head's whole
-group meets each of its K blocks in one product. Item after item is one stream of KV blocks: while one is
-computed on, the next is on its way, be it of this item or the next. A row's last tile runs into the room of
-rows after it, and these come later and win.
+A work item is a tile of one row's queries, all heads. Queries lie head by head, so that one copy brings a
+work item's and a key-value head's whole group meets each of its K blocks in one product. Item after item is
+one stream of KV blocks: while one is computed on, the next is on its way, be it of this item or the next.
+
+A copy starts at a whole memory tile, rows start anywhere: a row's first work item may begin with queries of
+the row before, whose results it puts back (`edge`), and its last one runs into the next row's, which comes
+later and wins.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 
 
 class _Work(NamedTuple):
-    """Work items; int32 [capacity] each."""
+    """Work items; int32 [capacity] each. Places are in the array of queries."""
 
     row: jax.Array
-    start: jax.Array  # of the item's queries in the aligned layout
-    position: jax.Array  # of the first query in its sequence
+    start: jax.Array  # place of the first query
+    position: jax.Array  # in the row's sequence, of what is at `start`
+    first: jax.Array  # position of the row's first query, if it is after that
     last: jax.Array  # keys that some query sees end here
+    shift: jax.Array  # queries of rows before at the beginning
+    stop: jax.Array  # the row's queries end here, counted from `start`; at most the tile
 
 
 def tpu_prefill(
@@ -68,14 +73,10 @@ def tpu_prefill(
     heads, group = shape.num_heads, num_q_heads // shape.num_heads
     unit = sublanes(q.dtype)
     tile = min(query_tile, round_up(num_tokens, unit))
-    work, count, aligned = _work(rows, num_tokens, unit, tile)
-    capacity = num_tokens + (unit - 1) * min(rows.kv_lens.shape[0], num_tokens // 2 or 1)
-    capacity = round_up(capacity, unit) + tile
-    # Where each aligned place's query comes from; places of nobody repeat query 0.
-    source = (
-        jnp.zeros(capacity, jnp.int32).at[aligned].set(jnp.arange(num_tokens, dtype=jnp.int32), mode="drop")
-    )
-    q_aligned = shape.widen(q).swapaxes(0, 1)[:, source]  # [num_q_heads, capacity, q_width]
+    work, count = _work(rows, num_tokens, unit, tile)
+    capacity = round_up(num_tokens, unit) + tile
+    by_head = shape.widen(q).swapaxes(0, 1)  # [num_q_heads, num_tokens, q_width]
+    by_head = jnp.pad(by_head, ((0, 0), (0, capacity - num_tokens), (0, 0)))
     scalars = jnp.stack(
         [jnp.asarray(x, jnp.int32) for x in (layer, NO_WINDOW if window is None else window, count)]
     )
@@ -97,13 +98,14 @@ def tpu_prefill(
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=2 + len(work),
             grid=(count,),
             in_specs=[*specs, in_hbm, in_hbm],
             out_specs=in_hbm,
             scratch_shapes=[
                 pltpu.VMEM((2, num_q_heads, tile, shape.q_width), q.dtype),
                 pltpu.VMEM((num_q_heads, tile, shape.out_width), q.dtype),
+                pltpu.VMEM((num_q_heads, unit, shape.out_width), q.dtype),
                 pltpu.VMEM((2, blocks.pages_per_block, *kv_pool.shape[2:]), kv_pool.dtype),
                 pltpu.VMEM((*state, LANES), jnp.float32),
                 pltpu.VMEM((*state, LANES), jnp.float32),
@@ -116,48 +118,63 @@ def tpu_prefill(
         ),
         out_shape=jax.ShapeDtypeStruct((num_q_heads, capacity, shape.out_width), q.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit(kv_pool, blocks)
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=vmem_limit(
+                kv_pool, blocks, tile * prefill_query_bytes(shape, num_q_heads, q.dtype)
+            ),
         ),
         interpret=interpret,
         name="ragged_paged_attention_prefill",
-    )(scalars, *work, rows.page_indices.reshape(-1), *inputs, q_aligned, kv_pool)
-    return shape.narrow(out[:, jnp.minimum(aligned, capacity - 1)].swapaxes(0, 1))
+    )(scalars, *work, rows.page_indices.reshape(-1), *inputs, by_head, kv_pool)
+    return shape.narrow(out[:, :num_tokens].swapaxes(0, 1))
 
 
-def _work(rows: Rows, num_tokens: int, unit: int, tile: int) -> tuple[_Work, jax.Array, jax.Array]:
-    """The items, their number, and each token's place in the aligned layout (past the end: none)."""
+def prefill_query_bytes(shape: KVShape, num_q_heads: int, dtype: Any) -> int:
+    """Scratch memory that a query of a work item takes: itself twice, its result and its running sums."""
+    itemsize = jnp.dtype(dtype).itemsize
+    q_width, out_width = (round_up(n, LANES) for n in (shape.q_width, shape.out_width))
+    return num_q_heads * ((2 * q_width + out_width) * itemsize + (2 * LANES + out_width) * 4)
+
+
+def _work(rows: Rows, num_tokens: int, unit: int, tile: int) -> tuple[_Work, jax.Array]:
+    """The items, and their number."""
     num_seqs = rows.kv_lens.shape[0]
-    q_lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
-    q_lens = jnp.where(q_lens > 1, q_lens, 0)
-    room = -(-q_lens // unit) * unit
-    starts = jnp.cumsum(room) - room
-    tiles = -(-q_lens // tile)
-    ends = jnp.cumsum(tiles)
-    capacity = num_tokens // tile + min(num_seqs, max(1, num_tokens // 2))
+    begins, ends = rows.cu_q_lens[:-1], rows.cu_q_lens[1:]
+    q_lens = ends - begins
+    shifts = begins % unit
+    tiles = jnp.where(q_lens > 1, -(-(q_lens + shifts) // tile), 0)
+    totals = jnp.cumsum(tiles)
+    most_rows = min(num_seqs, max(1, num_tokens // 2))  # with two or more queries
+    capacity = (num_tokens + (unit - 1) * most_rows) // tile + most_rows
     i = jnp.arange(capacity, dtype=jnp.int32)
-    row = jnp.minimum(
-        jnp.searchsorted(ends, i, side="right", method="compare_all").astype(jnp.int32), num_seqs - 1
+    row = jnp.searchsorted(totals, i, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, num_seqs - 1)
+    nth = i - (totals[row] - tiles[row])
+    start = begins[row] - shifts[row] + nth * tile
+    first = rows.kv_lens[row] - q_lens[row]
+    position = first + start - begins[row]
+    is_live = i < totals[-1]
+    work = _Work(
+        row,
+        jnp.where(is_live, start, 0),
+        position,
+        first,
+        jnp.where(is_live, jnp.minimum(position + tile, rows.kv_lens[row]), 0),
+        jnp.where(is_live & (nth == 0), shifts[row], 0),
+        jnp.where(is_live, jnp.minimum(ends[row] - start, tile), 0),
     )
-    within = (i - (ends[row] - tiles[row])) * tile
-    position = rows.kv_lens[row] - q_lens[row] + within
-    last = jnp.where(i < ends[-1], jnp.minimum(position + tile, rows.kv_lens[row]), 0)
-    work = _Work(row, starts[row] + within, position, last)
-
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(rows.cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
-    is_live = (owner < num_seqs) & (token >= rows.cu_q_lens[0])
-    owner = jnp.minimum(owner, num_seqs - 1)
-    aligned = starts[owner] + token - rows.cu_q_lens[owner]
-    # One item without keys when there is none.
-    return work, jnp.maximum(ends[-1], 1), jnp.where(is_live & (q_lens[owner] > 0), aligned, 1 << 30)
+    return work, jnp.maximum(totals[-1], 1)  # one item without keys when there is none
 
 
 def _kernel(
     scalars: Any,  # SMEM int32 [3]: layer, window, number of items
-    item_row: Any,  # SMEM int32 [capacity], as the next three
+    item_row: Any,  # SMEM int32 [capacity], as the next six: see `_Work`
     item_start: Any,
     item_position: Any,
+    item_first: Any,
     item_last: Any,
+    item_shift: Any,
+    item_stop: Any,
     table: Any,  # SMEM int32 [num_seqs * pages_per_seq]
     *refs: Any,
     shape: KVShape,
@@ -168,7 +185,7 @@ def _kernel(
 ) -> None:
     rest = list(refs)
     sinks_ref = rest.pop(0) if has_sinks else None  # [num_heads, group * tile, 128]
-    q_hbm, pool_ref, out_hbm, queries, result, buffers, *rest = rest
+    q_hbm, pool_ref, out_hbm, queries, result, edge, buffers, *rest = rest
     maximum, norm, acc, state, q_arrived, arrived, written = rest
     item = pl.program_id(0)
     layer, window, num_items = scalars[0], scalars[1], scalars[2]
@@ -178,7 +195,8 @@ def _kernel(
     softmax = OnlineSoftmax((maximum, norm, acc), spec)
 
     def first_page(item: jax.Array) -> jax.Array:
-        return jnp.maximum(item_position[item] + 1 - window, 0) // page_size
+        position = jnp.maximum(item_position[item], item_first[item])
+        return jnp.maximum(position + 1 - window, 0) // page_size
 
     def num_pages(item: jax.Array) -> jax.Array:
         return (item_last[item] + page_size - 1) // page_size
@@ -260,6 +278,17 @@ def _kernel(
         result[pl.ds(head * group, group)] = rows
 
     for_each_head(shape.num_heads, 1, finish)
+    unit, shift, stop = edge.shape[1], item_shift[item], item_stop[item]
+
+    @pl.when(shift > 0)
+    def put_back() -> None:
+        place = jax.lax.broadcasted_iota(jnp.int32, edge.shape, 1)
+        result[:, :unit] = jnp.where(place < shift, edge[...], result[:, :unit])
+
+    @pl.when(stop % unit != 0)
+    def keep() -> None:
+        edge[...] = result[:, pl.ds(pl.multiple_of(stop // unit * unit, unit), unit)]
+
     out_copy(item).start()
 
     @pl.when(item == num_items - 1)

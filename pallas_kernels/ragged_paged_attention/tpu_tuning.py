@@ -17,16 +17,17 @@ class Tuning:
     fetch_bytes: int  # of a block of pages: one buffer of two
     decode_keys: int  # of a sub-block
     prefill_keys: int
-    query_tile: int  # queries of a work item
-    prefill_rows: int  # query tile times heads of a group: rows of a product, at most
+    query_tile: int  # queries of a work item, at most
+    prefill_rows: int  # query tile times heads of a group, at most: rows of a product
+    state_bytes: int  # of a work item's queries, running sums and results, at most
 
 
-_DEFAULT = Tuning(fetch_bytes=1 << 20, decode_keys=256, prefill_keys=256, query_tile=128, prefill_rows=512)
+_DEFAULT = Tuning(1 << 20, 256, 256, 512, 2048, 24 << 20)
 TUNINGS: dict[str, Tuning] = {
-    "v5e": Tuning(1 << 19, 256, 256, 128, 512),
+    "v5e": Tuning(1 << 19, 256, 256, 512, 2048, 48 << 20),
     "v5p": _DEFAULT,
-    "v6e": _DEFAULT,
-    "tpu7x": Tuning(1 << 21, 256, 256, 128, 512),
+    "v6e": Tuning(1 << 20, 256, 256, 512, 2048, 48 << 20),
+    "tpu7x": Tuning(1 << 21, 256, 256, 512, 2048, 24 << 20),
 }
 
 
@@ -41,7 +42,14 @@ def choose_blocks(page_bytes: int, page_size: int, pages_per_seq: int, keys: int
     return Blocks(per_step * steps, per_step)
 
 
-def choose_query_tile(group: int, unit: int, tuning: Tuning) -> int:
-    """Queries of a work item: whole tiles of `unit` rows."""
-    fitting = min(tuning.query_tile, tuning.prefill_rows // group)
-    return max(unit, fitting // unit * unit)
+def choose_query_tile(group: int, query_bytes: int, unit: int, tuning: Tuning) -> int:
+    """Queries of a work item: a power of two of whole tiles of `unit` rows.
+
+    The longer a tile, the fewer times a row's pages are fetched. query_bytes: scratch memory that a query
+    takes, all heads.
+    """
+    most = min(tuning.query_tile, tuning.prefill_rows // group, tuning.state_bytes // query_bytes)
+    tile = unit
+    while 2 * tile <= most:
+        tile *= 2
+    return tile

@@ -1,8 +1,8 @@
-"""Bytes that the TPU kernels move to and from memory, counted from how they go about it.
+"""Bytes that the TPU kernels move to and from memory, and products they form, counted from what they do.
 
-`roofline.attention_cost` is what a call must move at least: every live row of the pool once, every new row
-written once, queries and outputs once. What the kernels move beyond that is stated here by its cause, so that
-it can be looked at before there is a chip to time anything on.
+`roofline.attention_cost` is what a call must do at least: move every live row of the pool once, every new row
+once, queries and outputs once, and multiply each query with the keys it sees. What the kernels do beyond that
+is stated here by its cause, so that it can be looked at before there is a chip to time anything on.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import jax.numpy as jnp
 
 from pallas_kernels.pool_layout import row_dim
 from pallas_kernels.ragged_paged_attention.cases import Case
-from pallas_kernels.ragged_paged_attention.tpu_pages import round_up, sublanes
+from pallas_kernels.ragged_paged_attention.tpu_pages import KVShape, round_up, sublanes
+from pallas_kernels.ragged_paged_attention.tpu_prefill import prefill_query_bytes
 from pallas_kernels.ragged_paged_attention.tpu_tuning import choose_query_tile, tuning_of
 from pallas_kernels.roofline import AttentionShape, attention_cost
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one call on one device."""
+    """Bytes and operations of one call on one device."""
 
-    least: float  # the minimum
+    least: float  # bytes, the minimum
+    least_flops: float
+    flops: int  # of whole blocks of queries and keys, masked ones too
     pages: int  # fetched: whole pages, and once for each tile of a row's queries
     rows_written: int  # new rows, with the rest of the smallest piece a copy can write, read and written
     queries: int  # queries and outputs, with rows that fill a group up
@@ -58,8 +61,17 @@ def tpu_traffic(case: Case, chip: str | None, dtype: Any = jnp.bfloat16) -> Traf
         counter.kv_bytes,
         case.window,
     )
-    least = attention_cost(*zip(*case.rows, strict=True), shape).num_bytes
-    return Traffic(least, counter.pages, counter.rows_written, counter.queries, counter.layout)
+    q_lens, kv_lens = [q for q, _ in case.rows], [kv for _, kv in case.rows]
+    least = attention_cost(q_lens, kv_lens, shape)
+    return Traffic(
+        least.num_bytes,
+        least.flops,
+        counter.flops,
+        counter.pages,
+        counter.rows_written,
+        counter.queries,
+        counter.layout,
+    )
 
 
 class _Counter:
@@ -69,29 +81,43 @@ class _Counter:
         self.q_bytes, self.kv_bytes = dtype.itemsize, kv_dtype.itemsize
         self.group = case.num_q_heads // case.num_kv_heads
         self.unit = sublanes(dtype)
-        self.query_tile = choose_query_tile(self.group, self.unit, tuning_of(chip))
+        tuning = tuning_of(chip)
+        shape = KVShape(
+            case.num_kv_heads,
+            case.page_size,
+            row_dim(case.kv_dim, "tpu"),
+            case.head_dim,
+            *case.spec().v_slice(case.head_dim, row_dim(case.kv_dim, "tpu")),
+        )
+        query_bytes = prefill_query_bytes(shape, case.num_q_heads, dtype)
+        self.query_tile = choose_query_tile(self.group, query_bytes, self.unit, tuning)
+        self.decode_keys = round_up(tuning.decode_keys, case.page_size)
+        self.prefill_keys = round_up(tuning.prefill_keys, case.page_size)
         self.tile = min(sublanes(kv_dtype), case.page_size)
         self.row_bytes = case.num_kv_heads * row_dim(case.kv_dim, "tpu") * self.kv_bytes
         # K and V of one head, in and out, for each query row.
         self.query_bytes = row_dim(case.head_dim, "tpu") + row_dim(case.value_dim, "tpu")
         self.query_bytes *= self.q_bytes
-        self.pages = self.rows_written = self.queries = self.layout = 0
+        self.pages = self.rows_written = self.queries = self.layout = self.flops = 0
 
-    def _fetch(self, position: int, last: int) -> None:
-        """Pages of a query at `position` and those after it, up to key `last`."""
+    def _attend(self, position: int, last: int, num_queries: int, keys: int) -> None:
+        """Queries from `position` on, of each head, over the pages up to key `last` in blocks of `keys`."""
         size, window = self.case.page_size, self.case.window
         first = 0 if window is None else max(0, position + 1 - window) // size
         self.pages += (-(-last // size) - first) * size * self.row_bytes
+        products = num_queries * self.case.num_q_heads * round_up(last - first * size, keys)
+        self.flops += 2 * products * (self.case.head_dim + self.case.value_dim)
 
     def decode(self, kv_len: int) -> None:
-        self._fetch(kv_len - 1, kv_len)
+        self._attend(kv_len - 1, kv_len, 1, self.decode_keys)
         self.rows_written += (1 + self.tile) * self.row_bytes
         self.queries += self.case.num_kv_heads * round_up(self.group, self.unit) * self.query_bytes
 
     def prefill(self, q_len: int, kv_len: int) -> None:
         start = kv_len - q_len
         for within in range(0, q_len, self.query_tile):
-            self._fetch(start + within, min(start + within + self.query_tile, kv_len))
+            last = min(start + within + self.query_tile, kv_len)
+            self._attend(start + within, last, self.query_tile, self.prefill_keys)
         pieces = (kv_len - 1) // self.tile - start // self.tile + 1
         # Gathered: new rows read, pieces written; then pieces read with the pool's, and the pool's written.
         self.layout += (q_len + pieces * self.tile) * self.row_bytes

@@ -23,7 +23,9 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import PageStream
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning
 
 # Blocks so small that short contexts take many, and queries many tiles.
-SMALL = Tuning(fetch_bytes=1 << 15, decode_keys=16, prefill_keys=16, query_tile=16, prefill_rows=32)
+SMALL = Tuning(
+    fetch_bytes=1 << 15, decode_keys=16, prefill_keys=16, query_tile=16, prefill_rows=32, state_bytes=1 << 24
+)
 TINY = Case(
     "tiny",
     rows=((1, 20), (19, 21), (1, 9), (2, 40), (1, 8)),
@@ -129,7 +131,9 @@ def check_closely(case: Case = TINY, **options: Any) -> None:
     assert not races_found(), "a race"
 
 
-TINY_BLOCKS = Tuning(fetch_bytes=8192, decode_keys=8, prefill_keys=8, query_tile=8, prefill_rows=16)
+TINY_BLOCKS = Tuning(
+    fetch_bytes=8192, decode_keys=8, prefill_keys=8, query_tile=8, prefill_rows=16, state_bytes=1 << 24
+)
 
 
 @pytest.fixture

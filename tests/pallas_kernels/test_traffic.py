@@ -31,6 +31,8 @@ def test_a_window_skips_pages() -> None:
 def test_a_prompt_fetches_up_to_each_tile_s_last_query() -> None:
     traffic = tpu_traffic(case((300, 300)), "v6e")  # tiles of 128 queries
     assert traffic.pages == (128 + 256 + 304) * ROW
+    assert traffic.flops == 2 * 128 * 8 * (256 + 256 + 512) * (128 + 128)  # blocks of 256 keys
+    assert traffic.least_flops == 2 * 8 * (300 * 301 // 2) * (128 + 128)
     assert traffic.layout == (300 + 304) * ROW + 2 * 8 * 300 * (128 + 128) * 2
 
 
@@ -41,4 +43,6 @@ def test_whole_rows_of_lanes_are_moved() -> None:
 
 @pytest.mark.parametrize("real", REAL_CASES, ids=lambda real: real.name)
 def test_no_real_shape_moves_less_than_the_least(real: Case) -> None:
-    assert tpu_traffic(real, "v6e").excess > 0
+    traffic = tpu_traffic(real, "v6e")
+    assert traffic.excess > 0
+    assert traffic.flops >= traffic.least_flops
