@@ -4,6 +4,8 @@ VENV   ?= .venv
 MODEL  ?= smollm2-135m-instruct
 PORT   ?= 8000
 ARGS   ?=
+# Extras that a development environment gets; `make test DEV=dev,aot` adds the compilers for TPUs and GPUs.
+DEV    ?= dev
 
 BIN := $(VENV)/bin
 # --no-compile: Python writes the bytecode of the modules it imports when it first imports them; that of
@@ -26,7 +28,7 @@ $(VENV)/.stamp-run: pyproject.toml
 $(VENV)/.stamp-dev: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing jaxserve and its development tools into $(VENV)"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[$(DEV)]'
 	@touch $@
 
 serve: $(VENV)/.stamp-run  ## serve MODEL on PORT with the flags in ARGS
