@@ -173,7 +173,7 @@ def measure(target: Target, *, pool_bytes: int, names: tuple[str, ...] = ()) -> 
             seconds: list[float] = []
 
             def time_it(case: Any = case, name: str = implementation, into: Any = seconds) -> None:
-                into.append(_attention_seconds(case, name, target, pool_bytes))
+                into.append(attention_seconds(case, name, target, pool_bytes))
 
             verdict = judge(time_it)
             yield _timed(
@@ -236,7 +236,7 @@ def _attention_cost(case: attention_cases.Case) -> Cost:
     return attention_cost([q for q, _ in case.rows], [kv for _, kv in case.rows], shape)
 
 
-def _attention_seconds(
+def attention_seconds(
     case: attention_cases.Case, implementation: str, target: Target, pool_bytes: int
 ) -> float:
     avals = abstract_inputs(case, target.platform, None, pool_bytes=pool_bytes)
