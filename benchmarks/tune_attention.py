@@ -2,7 +2,8 @@
 
     python benchmarks/tune_attention.py [--only NAME ...] [--json FILE]
 
-Needs a TPU, and the project installed. Each candidate is the table's entry with one value changed; the fastest over all shapes wins.
+Needs a TPU, and the project installed. Each candidate is the table's entry with one value changed; the
+fastest over all shapes wins.
 """
 
 from __future__ import annotations
