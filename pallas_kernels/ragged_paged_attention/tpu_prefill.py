@@ -3,6 +3,8 @@
 A work item is a tile of one row's queries, all heads. Queries lie head by head, so that one copy brings a
 work item's and a key-value head's whole group meets each of its K blocks in one product. Item after item is
 one stream of KV blocks: while one is computed on, the next is on its way, be it of this item or the next.
+A tile is long, so that pages are fetched few times, and its products go by parts, so that those which no
+query has a use for are left out.
 
 A copy starts at a whole memory tile, rows start anywhere: a row's first work item may begin with queries of
 the row before, whose results it puts back (`edge`), and its last one runs into the next row's, which comes
@@ -34,6 +36,13 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import (
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 
 
+class QueryTile(NamedTuple):
+    """Queries of a work item: `parts` times `part`. Pages are fetched once for all; products go by part."""
+
+    part: int
+    parts: int
+
+
 class _Work(NamedTuple):
     """Work items; int32 [capacity] each. Places are in the array of queries."""
 
@@ -54,7 +63,7 @@ def tpu_prefill(
     *,
     spec: AttentionSpec,
     blocks: Blocks,
-    query_tile: int,
+    query_tile: QueryTile,
     window: int | jax.Array | None = None,
     sinks: jax.Array | None = None,
     interpret: Any = False,
@@ -72,7 +81,9 @@ def tpu_prefill(
     shape = KVShape.of(kv_pool, k_dim, spec)
     heads, group = shape.num_heads, num_q_heads // shape.num_heads
     unit = sublanes(q.dtype)
-    tile = min(query_tile, round_up(num_tokens, unit))
+    part = min(query_tile.part, round_up(num_tokens, unit))
+    parts = min(query_tile.parts, -(-num_tokens // part))
+    tile = part * parts
     work, count = _work(rows, num_tokens, unit, tile)
     capacity = round_up(num_tokens, unit) + tile
     by_head = shape.widen(q).swapaxes(0, 1)  # [num_q_heads, num_tokens, q_width]
@@ -82,17 +93,19 @@ def tpu_prefill(
     )
     inputs, specs = [], []
     if sinks is not None:
-        columns = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), tile, axis=1)
-        inputs.append(jnp.broadcast_to(columns[..., None], (heads, group * tile, LANES)))
-        specs.append(pl.BlockSpec((heads, group * tile, LANES), lambda i, *_: (0, 0, 0)))
+        columns = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, 1, group), part, axis=2)
+        columns = jnp.broadcast_to(columns, (heads, parts, group * part)).reshape(heads * parts, -1, 1)
+        inputs.append(jnp.broadcast_to(columns, (heads * parts, group * part, LANES)))
+        specs.append(pl.BlockSpec((heads * parts, group * part, LANES), lambda i, *_: (0, 0, 0)))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    state = (heads, group * tile)
+    state = (heads * parts, group * part)
     kernel = functools.partial(
         _kernel,
         shape=shape,
         spec=spec,
         blocks=blocks,
         pages_per_seq=rows.page_indices.shape[1],
+        part=part,
         has_sinks=sinks is not None,
     )
     out = pl.pallas_call(
@@ -181,16 +194,17 @@ def _kernel(
     spec: AttentionSpec,
     blocks: Blocks,
     pages_per_seq: int,
+    part: int,
     has_sinks: bool,
 ) -> None:
     rest = list(refs)
-    sinks_ref = rest.pop(0) if has_sinks else None  # [num_heads, group * tile, 128]
+    sinks_ref = rest.pop(0) if has_sinks else None  # [num_heads * parts, group * part, 128]
     q_hbm, pool_ref, out_hbm, queries, result, edge, buffers, *rest = rest
     maximum, norm, acc, state, q_arrived, arrived, written = rest
     item = pl.program_id(0)
     layer, window, num_items = scalars[0], scalars[1], scalars[2]
     num_q_heads, tile = queries.shape[1:3]
-    group, page_size = num_q_heads // shape.num_heads, shape.page_size
+    group, page_size, parts = num_q_heads // shape.num_heads, shape.page_size, tile // part
     stream = PageStream((pool_ref, table, buffers, arrived), layer, pages_per_seq, blocks)
     softmax = OnlineSoftmax((maximum, norm, acc), spec)
 
@@ -250,17 +264,26 @@ def _kernel(
             stream.zero_after(last - 1 - base, slot, None, None)
 
         def one_step(step: jax.Array, _: None) -> None:
-            lines = (group * tile, stream.keys)
-            key = base + step * stream.keys + jax.lax.broadcasted_iota(jnp.int32, lines, 1)
-            query = position + jax.lax.broadcasted_iota(jnp.int32, lines, 0) % tile
-            is_seen = (key <= query) & (key < last) & (key > query - window)
+            lines = (group * part, stream.keys)
+            first_key = base + step * stream.keys
+            key = first_key + jax.lax.broadcasted_iota(jnp.int32, lines, 1)
+            # Parts whose queries end before the first key, or start past the last key's window, see nothing.
+            begin = jnp.maximum(first_key - position, 0) // part
+            end = jnp.minimum(item_stop[item] - 1, first_key + stream.keys - 2 + window - position) // part
 
-            def one_head(head: jax.Array | int) -> None:
-                q = queries[item % 2, pl.ds(head * group, group)]
-                k, v = shape.split(stream.rows(slot, step, head))
-                softmax.update(head, q.reshape(group * tile, shape.q_width), k, v, is_seen)
+            def one_part(i: jax.Array, _: None) -> None:
+                query = position + i * part + jax.lax.broadcasted_iota(jnp.int32, lines, 0) % part
+                is_seen = (key <= query) & (key < last) & (key > query - window)
 
-            for_each_head(shape.num_heads, 1, one_head)
+                def one_head(head: jax.Array | int) -> None:
+                    start = pl.multiple_of(i * part, part)
+                    q = queries[item % 2, pl.ds(head * group, group), pl.ds(start, part)]
+                    k, v = shape.split(stream.rows(slot, step, head))
+                    softmax.update(head * parts + i, q.reshape(group * part, shape.q_width), k, v, is_seen)
+
+                for_each_head(shape.num_heads, 1, one_head)
+
+            jax.lax.fori_loop(begin, end + 1, one_part, None)
 
         live = jnp.minimum(last - base, blocks.pages_per_block * page_size)
         jax.lax.fori_loop(0, (live + stream.keys - 1) // stream.keys, one_step, None)
@@ -274,8 +297,10 @@ def _kernel(
         out_copy(item - 1).wait()
 
     def finish(head: jax.Array | int) -> None:
-        rows = softmax.result(head).astype(result.dtype).reshape(group, tile, shape.out_width)
-        result[pl.ds(head * group, group)] = rows
+        for i in range(parts):
+            rows = softmax.result(head * parts + i).astype(result.dtype)
+            rows = rows.reshape(group, part, shape.out_width)
+            result[pl.ds(head * group, group), i * part : (i + 1) * part] = rows
 
     for_each_head(shape.num_heads, 1, finish)
     unit, shift, stop = edge.shape[1], item_shift[item], item_stop[item]

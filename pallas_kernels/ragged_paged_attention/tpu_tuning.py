@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_kernels.ragged_paged_attention.tpu_pages import Blocks
+from pallas_kernels.ragged_paged_attention.tpu_prefill import QueryTile
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,16 @@ class Tuning:
     decode_keys: int  # of a sub-block
     prefill_keys: int
     query_tile: int  # queries of a work item, at most
-    prefill_rows: int  # query tile times heads of a group, at most: rows of a product
+    prefill_rows: int  # of a product, at most: queries of a part times heads of a group
     state_bytes: int  # of a work item's queries, running sums and results, at most
 
 
-_DEFAULT = Tuning(1 << 20, 256, 256, 512, 2048, 24 << 20)
+_DEFAULT = Tuning(1 << 20, 256, 256, 512, 512, 16 << 20)
 TUNINGS: dict[str, Tuning] = {
-    "v5e": Tuning(1 << 19, 256, 256, 512, 2048, 48 << 20),
+    "v5e": Tuning(1 << 19, 256, 256, 512, 512, 48 << 20),
     "v5p": _DEFAULT,
-    "v6e": Tuning(1 << 20, 256, 256, 512, 2048, 48 << 20),
-    "tpu7x": Tuning(1 << 21, 256, 256, 512, 2048, 24 << 20),
+    "v6e": Tuning(1 << 20, 256, 256, 512, 512, 48 << 20),
+    "tpu7x": Tuning(1 << 21, 256, 256, 512, 512, 16 << 20),
 }
 
 
@@ -42,14 +43,12 @@ def choose_blocks(page_bytes: int, page_size: int, pages_per_seq: int, keys: int
     return Blocks(per_step * steps, per_step)
 
 
-def choose_query_tile(group: int, query_bytes: int, unit: int, tuning: Tuning) -> int:
-    """Queries of a work item: a power of two of whole tiles of `unit` rows.
+def choose_query_tile(group: int, query_bytes: int, unit: int, tuning: Tuning) -> QueryTile:
+    """A part is a power of two of whole memory tiles of `unit` rows.
 
-    The longer a tile, the fewer times a row's pages are fetched. query_bytes: scratch memory that a query
-    takes, all heads.
+    query_bytes: scratch memory that a query takes, all heads.
     """
-    most = min(tuning.query_tile, tuning.prefill_rows // group, tuning.state_bytes // query_bytes)
-    tile = unit
-    while 2 * tile <= most:
-        tile *= 2
-    return tile
+    part = unit
+    while 2 * part <= min(tuning.query_tile, tuning.prefill_rows // group):
+        part *= 2
+    return QueryTile(part, max(1, min(tuning.query_tile, tuning.state_bytes // query_bytes) // part))

@@ -105,8 +105,13 @@ class _Counter:
         size, window = self.case.page_size, self.case.window
         first = 0 if window is None else max(0, position + 1 - window) // size
         self.pages += (-(-last // size) - first) * size * self.row_bytes
-        products = num_queries * self.case.num_q_heads * round_up(last - first * size, keys)
-        self.flops += 2 * products * (self.case.head_dim + self.case.value_dim)
+        for key in range(first * size, last, keys):
+            # Queries in whole parts, without parts that see none of the keys.
+            part = 1 if num_queries == 1 else self.query_tile.part
+            begin = max(key - position, 0) // part
+            end = num_queries if window is None else min(num_queries, key + keys - 1 + window - position)
+            products = max(0, -(-end // part) - begin) * part * keys * self.case.num_q_heads
+            self.flops += 2 * products * (self.case.head_dim + self.case.value_dim)
 
     def decode(self, kv_len: int) -> None:
         self._attend(kv_len - 1, kv_len, 1, self.decode_keys)
@@ -115,13 +120,13 @@ class _Counter:
 
     def prefill(self, q_len: int, kv_len: int) -> None:
         start = kv_len - q_len
-        for within in range(0, q_len, self.query_tile):
-            last = min(start + within + self.query_tile, kv_len)
-            self._attend(start + within, last, self.query_tile, self.prefill_keys)
+        tile = self.query_tile.part * self.query_tile.parts
+        for within in range(0, q_len, tile):
+            count = min(tile, q_len - within)
+            self._attend(start + within, start + within + count, count, self.prefill_keys)
         pieces = (kv_len - 1) // self.tile - start // self.tile + 1
         # Gathered: new rows read, pieces written; then pieces read with the pool's, and the pool's written.
         self.layout += (q_len + pieces * self.tile) * self.row_bytes
         self.rows_written += 3 * pieces * self.tile * self.row_bytes
-        tiles = -(-q_len // self.query_tile)
-        self.queries += self.case.num_q_heads * tiles * self.query_tile * self.query_bytes
+        self.queries += self.case.num_q_heads * -(-q_len // tile) * tile * self.query_bytes
         self.layout += 2 * self.case.num_q_heads * q_len * self.query_bytes

@@ -132,7 +132,7 @@ def check_closely(case: Case = TINY, **options: Any) -> None:
 
 
 TINY_BLOCKS = Tuning(
-    fetch_bytes=8192, decode_keys=8, prefill_keys=8, query_tile=8, prefill_rows=16, state_bytes=1 << 24
+    fetch_bytes=8192, decode_keys=8, prefill_keys=8, query_tile=16, prefill_rows=16, state_bytes=1 << 24
 )
 
 
@@ -141,6 +141,7 @@ def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "tuning_of", lambda chip: TINY_BLOCKS)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("tiny_blocks")
 def test_no_copy_is_used_before_it_is_waited_for_and_nothing_races() -> None:
     check_closely()
@@ -236,6 +237,7 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("tiny_blocks")
 @pytest.mark.parametrize(("fault", "says"), FAULTS, ids=[f.__name__.strip("_") for f, _ in FAULTS])
 def test_a_fault_that_is_put_in_is_caught(

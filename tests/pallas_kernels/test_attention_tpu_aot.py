@@ -18,6 +18,7 @@ from pallas_kernels.aot import CompilerMissingError, abstract_devices
 from pallas_kernels.ragged_paged_attention.cases import REAL_CASES
 from pallas_kernels.ragged_paged_attention.problem import abstract_inputs, make_call
 
+pytestmark = pytest.mark.quick
 CASES = {case.name: case for case in REAL_CASES}
 # (chip, case, most bytes of code). The code was a tenth smaller when this was written: a kernel
 # that grows is one whose loops were written out, or whose products became something else. A v6e has no float8

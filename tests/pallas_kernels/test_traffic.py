@@ -29,11 +29,12 @@ def test_a_window_skips_pages() -> None:
 
 
 def test_a_prompt_fetches_up_to_each_tile_s_last_query() -> None:
-    traffic = tpu_traffic(case((300, 300)), "v6e")  # tiles of 128 queries
-    assert traffic.pages == (128 + 256 + 304) * ROW
-    assert traffic.flops == 2 * 128 * 8 * (256 + 256 + 512) * (128 + 128)  # blocks of 256 keys
-    assert traffic.least_flops == 2 * 8 * (300 * 301 // 2) * (128 + 128)
-    assert traffic.layout == (300 + 304) * ROW + 2 * 8 * 300 * (128 + 128) * 2
+    traffic = tpu_traffic(case((600, 600)), "v6e")  # tiles of 512 queries in parts of 128, blocks of 256 keys
+    assert traffic.pages == (512 + 608) * ROW
+    blocks = (4 + 2) + (1 + 1 + 1)  # parts that see a block of the first tile, and of the second's 88 queries
+    assert traffic.flops == 2 * 128 * 256 * blocks * 8 * (128 + 128)
+    assert traffic.least_flops == 2 * 8 * (600 * 601 // 2) * (128 + 128)
+    assert traffic.layout == (600 + 608) * ROW + 2 * 8 * 600 * (128 + 128) * 2
 
 
 def test_whole_rows_of_lanes_are_moved() -> None:
