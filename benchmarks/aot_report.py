@@ -47,8 +47,8 @@ CASES = (
     Case("llama-3-8b", "v6e:2x4", 8),
     Case("llama-3-8b", "v5e:2x2", 4),
     Case("llama-3-8b", "h200", 1),
-    Case("qwen3-30b-a3b", "v6e:2x2", 4),
-    Case("gemma-3-12b", "v6e:2x2", 4),
+    Case("qwen3-30b-a3b", "v6e:2x4", 8),
+    Case("gemma-3-12b", "v6e:2x4", 8),
     Case("llama-3-70b", "v6e:2x4", 8),
 )
 
