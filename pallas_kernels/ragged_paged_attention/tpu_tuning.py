@@ -48,7 +48,8 @@ def choose_query_tile(group: int, query_bytes: int, unit: int, tuning: Tuning) -
 
     query_bytes: scratch memory that a query takes, all heads.
     """
+    most = min(tuning.query_tile, tuning.state_bytes // query_bytes)
     part = unit
-    while 2 * part <= min(tuning.query_tile, tuning.prefill_rows // group):
+    while 2 * part <= min(most, tuning.prefill_rows // group):
         part *= 2
-    return QueryTile(part, max(1, min(tuning.query_tile, tuning.state_bytes // query_bytes) // part))
+    return QueryTile(part, max(1, most // part))
