@@ -1,9 +1,10 @@
 """Compile every kernel for every real shape, for chips that need not be there, and print what came out.
 
-    python benchmarks/aot_kernels.py [--chips v5e v6e tpu7x h200] [--only NAME ...] [--json FILE]
+    python benchmarks/aot_kernels.py [--chips v5e v6e tpu7x h200] [--only NAME ...] [--bundles] [--json FILE]
 
 Needs the compilers (pip install "jaxserve[aot]"). Exits with 1 when a shape does not compile, when a pool is
-copied or not shared whole, or when a kernel spills more than its prologue.
+copied or not shared whole, or when a kernel spills more than its prologue. --bundles adds the instruction
+bundles of each TPU kernel, from the compiler's dumps (half a gigabyte a program, deleted at once; slow).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Outcome:
     registers: tuple[int, ...] = ()
     spilled_bytes: int = 0
     shared_memory: int = 0
+    bundles: tuple[tuple[str, int], ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -114,22 +116,25 @@ def programs(chip: str, sharding: Any) -> Iterator[Program]:
 
 
 @contextmanager
-def _standard_error() -> Iterator[Callable[[], str]]:
-    """What the process, compilers included, writes to standard error meanwhile."""
+def _output() -> Iterator[Callable[[], str]]:
+    """What the process, compilers included, writes meanwhile: to standard output and error."""
+    sys.stdout.flush()
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
+        kept = [os.dup(1), os.dup(2)]
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
         try:
             yield lambda: (file.seek(0), file.read().decode(errors="replace"))[1]
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            for number, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, number)
+                os.close(old)
 
 
-def compile_one(chip: str, program: Program, mesh: Mesh) -> Outcome:
+def compile_one(chip: str, program: Program, mesh: Mesh, dumps: Path | None) -> Outcome:
     started = time.perf_counter()
     donated = () if program.pool is None else (program.pool,)
-    with _standard_error() as printed, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with _output() as printed, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         try:
             jitted = jax.jit(program.call, donate_argnums=donated)
             compiled = jitted.trace(*program.avals).lower().compile()
@@ -153,26 +158,48 @@ def compile_one(chip: str, program: Program, mesh: Mesh) -> Outcome:
         registers=tuple(int(n) for n in re.findall(r"Used (\d+) registers", text)),
         spilled_bytes=max((int(n) for n in re.findall(r"(\d+) bytes spill stores", text)), default=0),
         shared_memory=max((int(n) for n in re.findall(r"(\d+) bytes smem", text)), default=0),
+        bundles=_bundles(dumps),
     )
+
+
+def _bundles(dumps: Path | None) -> tuple[tuple[str, int], ...]:
+    """(kernel, instruction bundles) of the last program, and away with its dumps."""
+    if dumps is None:
+        return ()
+    found = {}
+    for path in dumps.iterdir():
+        match = re.match(r"\d+-(\w+)\.\d+-\d+-schedule-analysis_final_bundles", path.name)
+        if match and 'custom_call_target="tpu_custom_call"' in (text := path.read_text()):
+            count = re.search(r"total scheduled bundles: +(\d+)", text)
+            found[match[1]] = int(count[1]) if count else 0
+        path.unlink()
+    return tuple(sorted(found.items()))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--chips", nargs="*", default=["v5e", "v6e", "tpu7x", "h200"])
     parser.add_argument("--only", nargs="*", default=[], help="programs whose name contains one of these")
+    parser.add_argument("--bundles", action="store_true", help="count the instruction bundles of TPU kernels")
     parser.add_argument("--json", help="write the table to this file too")
     args = parser.parse_args()
+    dumps = None
+    if args.bundles:  # libtpu reads this when it is loaded, which is later
+        dumps = Path(tempfile.mkdtemp())
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dumps}"
     outcomes = []
-    print(f"jax {jax.__version__}\n| chip | program | s | code kB | temp MB | registers | verdict |")
+    print(
+        f"jax {jax.__version__}\n| chip | program | s | code kB | temp MB | registers or bundles | verdict |"
+    )
     print("|---|---|---:|---:|---:|---|---|")
     for chip in args.chips:
         mesh = Mesh(np.array(abstract_devices(chip)[:1]), ("x",))
         for program in programs(chip, NamedSharding(mesh, PartitionSpec())):
             if args.only and not any(name in program.name for name in args.only):
                 continue
-            o = compile_one(chip, program, mesh)
+            o = compile_one(chip, program, mesh, dumps)
             outcomes.append(o)
-            registers = "/".join(map(str, o.registers))
+            registers = "/".join(map(str, o.registers)) or ", ".join(f"{k} {n}" for k, n in o.bundles)
             print(
                 f"| {chip} | {o.name} | {o.seconds:.1f} | {o.code_bytes / 1e3:.0f} "
                 f"| {o.temp_bytes / 1e6:.1f} | {registers} | {o.verdict} |",
