@@ -14,9 +14,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
 from jaxserve.models.config import ModelConfig
 from jaxserve.scheduler import SchedulerConfig
-from jaxserve.sharding import head_sharding, platform_of
+from jaxserve.sharding import head_sharding, num_pool_heads, platform_of
 from jaxserve.skeleton import ModelSkeleton
 from jaxserve.step import StepSpec
+from pallas_kernels.pool_layout import row_dim
 from pallas_kernels.support import resolve
 
 _UTILIZATION = 0.9  # of an accelerator's memory
@@ -56,8 +57,11 @@ def choose_limits(
             f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
             f"{config.max_position_embeddings}"
         )
-    page_size = args.page_size or default_page_size(max_model_len)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else np.dtype(jnp.dtype(args.kv_cache_dtype))
+    axis = head_sharding(config, mesh).axis
+    heads = num_pool_heads(config, mesh) // (mesh.shape[axis] if axis else 1)
+    token_bytes = heads * row_dim(2 * config.head_dim, platform) * kv_dtype.itemsize
+    page_size = args.page_size or default_page_size(max_model_len, platform, token_bytes)
     pool = plan_pool(
         config,
         mesh,

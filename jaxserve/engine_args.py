@@ -54,7 +54,11 @@ class EngineArgs:
     quantization: str = _arg(
         "auto", "auto and none: packed weights are expanded to --dtype at load", choices=("auto", "none")
     )
-    kv_cache_dtype: str = _arg("auto", "auto is --dtype", choices=("auto", "float32", "bfloat16"))
+    kv_cache_dtype: str = _arg(
+        "auto",
+        "keys and values in the pool: auto is --dtype; float8_e4m3fn holds twice the tokens, unscaled",
+        choices=("auto", "float32", "bfloat16", "float8_e4m3fn"),
+    )
     enable_prefix_caching: bool = _arg(True, "compute a prefix that requests share once")
     enable_chunked_prefill: bool = _arg(True, "let a long prompt take several steps")
     scheduling_policy: str = _arg("fcfs", "who is served next", choices=("fcfs", "priority"))

@@ -19,7 +19,6 @@ class PoolSpec:
 
     shape: tuple[int, int, int, int, int]  # see pallas_kernels.pool_layout
     dtype: np.dtype
-    hidden_size: int  # of the model whose keys and values it holds
 
     @property
     def num_pages(self) -> int:
@@ -40,10 +39,22 @@ class PoolSpec:
         return pages * page_bytes(layers, heads, page_size, row, self.dtype)
 
 
-def default_page_size(max_model_len: int) -> int:
-    """16 above 8k of context, else context / 16 clamped to 16..256, but at most 32 so that prefixes match
-    finely."""
-    return 16 if max_model_len > 8192 else max(16, min(32, max_model_len // 16))
+# On an accelerator a page is one copy of the kernel's, and small copies cost more to start than to make.
+_LEAST_COPY_BYTES = 32 * 1024
+_LONGEST_DEFAULT_PAGE = 128
+
+
+def default_page_size(max_model_len: int, platform: str = "cpu", token_bytes: int = 0) -> int:
+    """16 above 8k of context, else context / 16, but 16 to 32 so that prefixes match finely.
+
+    On an accelerator doubled, up to 128, until a layer's page on one device has 32 KiB. token_bytes: of one
+    token's row of one layer on one device.
+    """
+    size = 16 if max_model_len > 8192 else max(16, min(32, max_model_len // 16))
+    if platform != "cpu":
+        while size < _LONGEST_DEFAULT_PAGE and size * token_bytes < _LEAST_COPY_BYTES:
+            size *= 2
+    return size
 
 
 def plan_pool(
@@ -73,4 +84,4 @@ def plan_pool(
             "(raise --kv-cache-memory or --memory-utilization, or lower --page-size)"
         )
     shape = pool_shape(config.num_layers, num_pages, heads, page_size, row)
-    return PoolSpec(shape, np.dtype(dtype), config.hidden_size)
+    return PoolSpec(shape, np.dtype(dtype))

@@ -170,7 +170,7 @@ class ModelRunner:
         key = (kind, num_tokens)
         if key not in self._helpers:
             rows = self._step.host_aval((_SCORED_AT_ONCE,), jnp.int32)
-            hidden = self._step.host_aval((num_tokens, self.pool.hidden_size), self.pool.dtype)
+            hidden = self._step.host_aval((num_tokens, self.skeleton.config.hidden_size), self.skeleton.dtype)
             make, args = (make_score, (rows, rows)) if kind == "score" else (make_logits, (rows,))
             program = jax.jit(make(self.spec), out_shardings=self._step.replicated)
             self._helpers[key] = program.lower(self._step.weights, hidden, *args).compile()

@@ -66,6 +66,11 @@ class ModelSkeleton:
     max_seq_len: int  # fixes the frequencies of dynamic rope
 
     @property
+    def dtype(self) -> np.dtype:
+        """Of weights and activations; the rope's frequencies alone are float32 always."""
+        return next(leaf.dtype for leaf in self.leaves if leaf.path != ROPE_PATH)
+
+    @property
     def num_bytes(self) -> int:
         return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in self.leaves)
 

@@ -63,6 +63,15 @@ def test_default_page_sizes(context: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("token_bytes", "size"),
+    [(4096, 16), (2048, 16), (1024, 32), (512, 64), (256, 128), (64, 128)],
+)
+def test_pages_on_an_accelerator_are_worth_a_copy(token_bytes: int, size: int) -> None:
+    assert default_page_size(32768, "tpu", token_bytes) == size
+    assert default_page_size(32768, "cpu", token_bytes) == 16
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"max_model_length": 5}, "did you mean 'max_model_len'"),
