@@ -24,9 +24,10 @@ _UTILIZATION = 0.9  # of an accelerator's memory
 
 
 def choose_attention(args: EngineArgs, platform: str, chip: str | None) -> str:
-    """The implementation's name. Raises ConfigError when the one asked for cannot serve there."""
+    """As asked for. Raises ConfigError when that does not run there; "auto" chooses by case, in the step."""
     try:
-        return resolve("ragged_paged_attention", platform, args.attention_implementation, chip=chip)
+        resolve("ragged_paged_attention", platform, args.attention_implementation, chip=chip)
+        return args.attention_implementation
     except NotImplementedError as error:
         raise ConfigError(f"attention_implementation: {error}") from error
 

@@ -45,12 +45,12 @@ _LONGEST_DEFAULT_PAGE = 128
 
 
 def default_page_size(max_model_len: int, platform: str = "cpu", token_bytes: int = 0) -> int:
-    """16 above 8k of context, else context / 16, but 16 to 32 so that prefixes match finely.
+    """32 for contexts of 512 to 8k, else 16: small, so that prefixes match finely.
 
     On an accelerator doubled, up to 128, until a layer's page on one device has 32 KiB. token_bytes: of one
     token's row of one layer on one device.
     """
-    size = 16 if max_model_len > 8192 else max(16, min(32, max_model_len // 16))
+    size = 32 if 512 <= max_model_len <= 8192 else 16
     if platform != "cpu":
         while size < _LONGEST_DEFAULT_PAGE and size * token_bytes < _LEAST_COPY_BYTES:
             size *= 2

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.batch import FLOAT_COLUMNS, INT_COLUMNS, Bucket
 from jaxserve.compilation import bucket_ladders
+from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import PoolSpec
 from jaxserve.scheduler import SchedulerConfig
 from jaxserve.step import StepSpec, make_step
@@ -54,11 +55,14 @@ class StepPrograms:
         )
         # Kernels ask this mesh what device they are compiled for; the process may have another kind.
         with jax.sharding.use_abstract_mesh(self.spec.mesh.abstract_mesh):
-            return step.lower(
-                self.weights,
-                self.kv_pool,
-                self.tokens,
-                self.bias,
-                self.host_aval((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), jnp.int32),
-                self.host_aval((bucket.num_rows, FLOAT_COLUMNS), jnp.float32),
-            )
+            try:
+                return step.lower(
+                    self.weights,
+                    self.kv_pool,
+                    self.tokens,
+                    self.bias,
+                    self.host_aval((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), jnp.int32),
+                    self.host_aval((bucket.num_rows, FLOAT_COLUMNS), jnp.float32),
+                )
+            except NotImplementedError as error:
+                raise ConfigError(f"attention_implementation: {error}") from error

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -71,7 +72,10 @@ def parse_topology(text: str) -> tuple[Chip, str]:
         )
     chip, shape = chip_by_name(name), match[2] or "1"
     if chip.platform == "gpu":
-        return chip, str(math.prod(int(n) for n in shape.split("x")))
+        count = math.prod(int(n) for n in shape.split("x"))
+        if not count:
+            raise NotImplementedError(f"topology {text!r} has no device")
+        return chip, str(count)
     if "x" not in shape:
         shapes = _TPU_SHAPES[name]
         count = int(shape) if match[2] else min(shapes)
@@ -80,7 +84,19 @@ def parse_topology(text: str) -> tuple[Chip, str]:
                 f"topology {text!r}: {name} comes in {', '.join(map(str, shapes))} chips"
             )
         shape = shapes[count]
+    dims = len(next(iter(_TPU_SHAPES[name].values())).split("x"))
+    if len(shape.split("x")) != dims:
+        raise NotImplementedError(f"topology {text!r}: slices of {name} have {dims} dimensions")
     return chip, shape
+
+
+def _is_installed(platform: str) -> bool:
+    if platform == "tpu":
+        return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def abstract_devices(topology: str) -> Sequence[jax.Device]:
@@ -104,6 +120,9 @@ def abstract_devices(topology: str) -> Sequence[jax.Device]:
                 platform="cuda", topology_name="", topology=f"1x1x{shape}", target_config=target
             )
     except Exception as error:  # the plugin's own, of many kinds
+        if _is_installed(chip.platform):
+            reason = " ".join(str(error).split())[:200]
+            raise NotImplementedError(f"topology {topology!r} cannot be compiled for: {reason}") from error
         package = "libtpu" if chip.platform == "tpu" else "jax-cuda13-plugin and jax-cuda13-pjrt"
         reason = " ".join(str(error).split())[:300]
         raise CompilerMissingError(

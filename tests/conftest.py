@@ -23,3 +23,12 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "agg",
 }
+
+
+def pytest_sessionstart() -> None:
+    """Where the compilers for TPUs and GPUs must be there, a missing one is an error, no skipped test."""
+    if os.environ.get("JAXSERVE_TEST_COMPILERS"):
+        from pallas_kernels.aot import abstract_devices
+
+        abstract_devices("v6e")
+        abstract_devices("h200")

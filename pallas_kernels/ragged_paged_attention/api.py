@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.kv_write import kv_rows, locate_tokens, write_kv
-from pallas_kernels.ragged_paged_attention.gpu import check_case, mosaic_gpu_attention
+from pallas_kernels.ragged_paged_attention import gpu, tpu
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
-from pallas_kernels.ragged_paged_attention.tpu import mosaic_tpu_attention
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 from pallas_kernels.ragged_paged_attention.validate import validate
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
@@ -79,17 +78,19 @@ def ragged_paged_attention(
     options: dict[str, Any] = {"spec": spec, "window": window, "sinks": sinks}
     if name == "mosaic_tpu":
         options |= {"chip": chip, "interpret": interpret}
-        out, kv_pool = mosaic_tpu_attention(q, kv, kv_pool, layer, rows, **options)
+        out, kv_pool = tpu.mosaic_tpu_attention(q, kv, kv_pool, layer, rows, **options)
     elif name == "mosaic_gpu":
         assert chip is not None  # `support` names the chips of this one
-        out, kv_pool = mosaic_gpu_attention(q, k, v, kv_pool, layer, rows, chip=chip, **options)
+        out, kv_pool = gpu.mosaic_gpu_attention(q, k, v, kv_pool, layer, rows, chip=chip, **options)
     else:
         if kv is not None:
             places = locate_tokens(rows, q.shape[0], kv_pool.shape[3], decode_only=spec.decode_only)
             kv_pool = write_kv(kv_pool, layer, kv, *places)
         out = _TWINS[name](q, kv_pool, layer, rows, **options)
     if kv_scales is not None:
-        out = (out * kv_scales[1].repeat(group)[None, :, None]).astype(dtype)
+        # In latent form V is a part of K.
+        scale = kv_scales[1] if spec.latent_v_dim is None else kv_scales[0]
+        out = (out * scale.repeat(group)[None, :, None]).astype(dtype)
     return out, kv_pool
 
 
@@ -102,11 +103,13 @@ def _choose(
     implementation: str,
 ) -> str:
     name = resolve("ragged_paged_attention", platform, implementation, chip=chip)
-    if name == "mosaic_gpu":
-        try:
-            check_case(q, kv_pool, spec)
-        except NotImplementedError:
-            if implementation != "auto":
-                raise
-            return "xla"
+    try:
+        if name == "mosaic_gpu":
+            gpu.check_case(q, kv_pool, spec)
+        elif name == "mosaic_tpu":
+            tpu.check_case(kv_pool)
+    except NotImplementedError:
+        if implementation != "auto":
+            raise
+        return "xla"
     return name

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write.tpu import write_kv_tpu
 from pallas_kernels.ragged_paged_attention.tpu_decode import tpu_decode
-from pallas_kernels.ragged_paged_attention.tpu_pages import TABLE_BYTES, KVShape, sublanes
+from pallas_kernels.ragged_paged_attention.tpu_pages import NO_WINDOW, TABLE_BYTES, KVShape, sublanes
 from pallas_kernels.ragged_paged_attention.tpu_prefill import prefill_query_bytes, tpu_prefill
 from pallas_kernels.ragged_paged_attention.tpu_tuning import choose_blocks, choose_query_tile, tuning_of
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
@@ -37,7 +37,10 @@ def mosaic_tpu_attention(
     num_tokens, num_q_heads, _ = q.shape
     _, _, heads, page_size, row_dim = kv_pool.shape
     num_seqs, pages_per_seq = rows.page_indices.shape
+    check_case(kv_pool)
     tuning = tuning_of(chip)
+    if window is not None:  # small enough that positions can be added to it
+        window = jnp.minimum(window, NO_WINDOW)
     page_bytes = heads * page_size * row_dim * kv_pool.dtype.itemsize
     rows_per_call = _rows_per_call(num_seqs, pages_per_seq)
     options: dict[str, Any] = {"spec": spec, "window": window, "sinks": sinks, "interpret": interpret}
@@ -79,13 +82,24 @@ def mosaic_tpu_attention(
     return out, kv_pool
 
 
+def check_case(kv_pool: jax.Array) -> None:
+    """Raise NotImplementedError, with the reason, for a pool that the kernels do not serve."""
+    page_size, tile = kv_pool.shape[3], sublanes(kv_pool.dtype)
+    if page_size % tile and not (page_size >= 8 and tile % page_size == 0):
+        raise NotImplementedError(
+            f"mosaic_tpu attention does not serve pages of {page_size} in {kv_pool.dtype}: memory is written "
+            f"in pieces of {tile} rows, or of a page of 8 or more that divides them"
+        )
+
+
 def _rows_per_call(num_seqs: int, pages_per_seq: int) -> int:
-    """Rows whose page table fits scalar memory: all, or a multiple of 8."""
+    """Rows whose page table fits scalar memory: all, or a multiple of 8 where that many do."""
     fitting = TABLE_BYTES // (4 * pages_per_seq)
     if fitting >= num_seqs:
         return num_seqs
-    if fitting < 8:
+    if fitting < 1:
         raise NotImplementedError(
-            f"mosaic_tpu: {pages_per_seq} pages a sequence do not fit scalar memory; raise the page size"
+            f"mosaic_tpu attention: {pages_per_seq} pages a sequence do not fit scalar memory; "
+            "raise the page size"
         )
-    return fitting // 8 * 8
+    return fitting // 8 * 8 or fitting

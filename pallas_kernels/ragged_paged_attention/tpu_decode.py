@@ -66,7 +66,7 @@ def tpu_decode(
     num_padded = q4.shape[0]
     extra = num_padded - num_seqs
     kv_lens = jnp.pad(rows.kv_lens, (0, extra))
-    table = jnp.pad(rows.page_indices, ((0, extra), (0, 0)))
+    table = rows.page_indices  # padding rows have no pages
     # The next row with something to do, for every row; num_padded: none.
     index = jnp.where(kv_lens > 0, jnp.arange(num_padded, dtype=jnp.int32), num_padded)
     following = jax.lax.cummin(index, reverse=True)

@@ -57,7 +57,9 @@ def test_key_value_heads_are_repeated_where_that_gives_each_device_one(num_devic
     assert pool.num_bytes == 100 * PAGE_BYTES
 
 
-@pytest.mark.parametrize(("context", "size"), [(16, 16), (256, 16), (512, 32), (8192, 32), (32768, 16)])
+@pytest.mark.parametrize(
+    ("context", "size"), [(16, 16), (256, 16), (400, 16), (511, 16), (512, 32), (8192, 32), (32768, 16)]
+)
 def test_default_page_sizes(context: int, size: int) -> None:
     assert default_page_size(context) == size
 

@@ -86,9 +86,24 @@ def test_rows_whose_page_table_is_too_big_for_one_call_take_several(monkeypatch:
     monkeypatch.setattr(tpu, "TABLE_BYTES", 4 * 5 * 8)
     check(case)
     assert calls == [8, 8, 5]
-    monkeypatch.setattr(tpu, "TABLE_BYTES", 4 * 5 * 7)
+    monkeypatch.setattr(tpu, "TABLE_BYTES", 4 * 4)
     with pytest.raises(NotImplementedError, match="page size"):
         check(case)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "is_served"),
+    [("float32", 24, True), ("float32", 12, False), ("bfloat16", 8, True), ("bfloat16", 24, False)],
+)
+def test_pages_that_cannot_be_written_in_whole_pieces_are_refused_by_name_and_left_by_auto(
+    dtype: str, page_size: int, is_served: bool
+) -> None:
+    case = Case("pages", rows=((1, 45), (17, 17)), page_size=page_size, kv_dtype=dtype)
+    problem = Problem(case, platform="tpu")
+    if not is_served:
+        with pytest.raises(NotImplementedError, match=f"pages of {page_size}"):
+            problem.run("mosaic_tpu", interpret=True)
+    problem.check(*problem.run("auto", interpret=True), tolerance=2e-6)
 
 
 @pytest.mark.usefixtures("small_blocks")
