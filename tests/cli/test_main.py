@@ -135,7 +135,7 @@ def test_a_command_that_fails_unexpectedly_names_the_class(capsys, monkeypatch):
 def test_models_lists_the_tables_of_the_code(capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
-    for text in ("smollm2-135m-instruct", "LlamaForCausalLM", "GGUF", "safetensors"):
+    for text in ("smollm2-135m-instruct", "LlamaForCausalLM", "GGUF", "safetensors", "mosaic_tpu", "h200"):
         assert text in out
 
 
