@@ -27,7 +27,7 @@ os.environ |= {
 
 def pytest_sessionstart() -> None:
     """Where the compilers for TPUs and GPUs must be there, a missing one is an error, no skipped test."""
-    if os.environ.get("JAXSERVE_TEST_COMPILERS"):
+    if os.environ.get("REQUIRE_COMPILERS"):
         from pallas_kernels.aot import abstract_devices
 
         abstract_devices("v6e")
