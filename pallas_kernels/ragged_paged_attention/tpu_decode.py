@@ -110,7 +110,7 @@ def tpu_decode(
                 pltpu.VMEM((*state, LANES), jnp.float32),
                 pltpu.VMEM((*state, LANES), jnp.float32),
                 pltpu.VMEM((*state, shape.out_width), jnp.float32),
-                pltpu.SMEM((3,), jnp.int32),
+                pltpu.SMEM((2,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -171,7 +171,7 @@ def _kernel(
             slabs.at[place], pool_ref.at[layer, page, :, pl.ds(offset, tile)], written.at[place]
         )
 
-    # state: the buffer of the current block, the rows written so far, and the last two of them (parity).
+    # state: the buffer of the current block, and the rows written so far.
     @pl.when(program == 0)
     def first_fetch() -> None:
         state[0] = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ from pallas_kernels.aot import CompilerMissingError, abstract_devices
 from pallas_kernels.pool_layout import pool_shape
 from pallas_kernels.ragged_paged_attention.gpu import mosaic_gpu_attention
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
+
+pytestmark = pytest.mark.usefixtures("no_cached_programs")
 
 FLOAT8 = jnp.float8_e4m3fn
 
@@ -64,15 +65,6 @@ def mesh() -> Mesh:
         return Mesh(np.array(abstract_devices("h200")), ("x",))
     except CompilerMissingError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(autouse=True)
-def _no_cached_programs() -> Iterator[None]:
-    """A program that is read back from a cache prints no figures."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def compiled(shape: Shape, mesh: Mesh) -> Any:

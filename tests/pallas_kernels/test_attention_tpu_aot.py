@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from pallas_kernels.aot import CompilerMissingError, abstract_devices
 from pallas_kernels.ragged_paged_attention.cases import REAL_CASES
 from pallas_kernels.ragged_paged_attention.problem import abstract_inputs, make_call
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("no_cached_programs")]
 CASES = {case.name: case for case in REAL_CASES}
 # (chip, case, most bytes of code). The code was a tenth smaller when this was written: a kernel
 # that grows is one whose loops were written out, or whose products became something else. A v6e has no float8
@@ -35,15 +34,6 @@ PROGRAMS = (
     ("tpu7x", "gpt-oss-20b, decode", 440_000),
     ("tpu7x", "Gemma-3-12B, decode", 700_000),
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_cached_programs() -> Iterator[None]:
-    """A program for an absent device cannot be read back from a cache."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def compiled(chip: str, name: str, *, layout_of: str = "tpu") -> tuple[Any, tuple[int, ...]]:

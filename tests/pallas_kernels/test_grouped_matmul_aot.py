@@ -6,7 +6,6 @@ Experts' weights take hundreds of megabytes: nothing may copy them, or grow with
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,16 +20,9 @@ from pallas_kernels.chips import chip_by_name
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.cases import MODEL_SHAPES, ModelShape
 
+pytestmark = pytest.mark.usefixtures("no_cached_programs")
+
 GATE, DOWN, MIXTRAL = MODEL_SHAPES
-
-
-@pytest.fixture(autouse=True)
-def _no_cached_programs() -> Iterator[None]:
-    """A program that is read back from a cache prints no figures."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def compiled(chip: str, shape: ModelShape, num_rows: int, implementation: str = "auto") -> Any:

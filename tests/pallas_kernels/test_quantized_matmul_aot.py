@@ -6,7 +6,7 @@ The sizes of Llama-3-8B's gate projection, whose weight is 117 MB in bfloat16 an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,11 @@ from pallas_kernels.quantized_matmul import QuantizedWeight, mosaic_gpu, quantiz
 from pallas_kernels.quantized_matmul.cases import REAL_CASES, Case
 from pallas_kernels.quantized_matmul.weight import out_is_last
 
+pytestmark = pytest.mark.usefixtures("no_cached_programs")
+
 TPUS = ("v5e", "v6e", "tpu7x")
 CASES = {case.name.removeprefix("Llama-3-8B "): case for case in REAL_CASES}
 BF16_WEIGHT_BYTES = 4096 * 14336 * 2
-
-
-@pytest.fixture(autouse=True)
-def _no_cached_programs() -> Iterator[None]:
-    """A program that is read back from a cache prints no figures."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def compiled(chip: str, case: Case, multiply: Callable[..., jax.Array]) -> Any:
