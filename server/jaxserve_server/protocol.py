@@ -317,7 +317,7 @@ class CompletionBody(GenerationBody):
             or all(_is_ids(prompt) for prompt in prompts)
         ):
             message = (
-                "prompt must be a string, a list of strings, or one or more non-empty lists of token ids"
+                "prompt must be a string, a list of strings, or non-empty lists of token ids"
             )
             raise InvalidRequestError(message, param="prompt")
         return prompts

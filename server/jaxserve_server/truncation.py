@@ -1,0 +1,22 @@
+"""`truncate_prompt_tokens`: a long prompt is cut where the client asked for it, and only there."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+
+class Truncating(Protocol):
+    """A body with the two fields."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: Literal["left", "right"]
+
+
+def truncated(token_ids: list[int], body: Truncating, room: int) -> list[int]:
+    """The part of a prompt that the client wants to keep; `room` tokens for -1, and one at the least."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return token_ids
+    if limit == -1:
+        limit = max(room, 1)
+    return token_ids[-limit:] if body.truncation_side == "left" else token_ids[:limit]
