@@ -112,6 +112,10 @@ class Tokenizer:
         self.vocab_size: int = max(self._hf.get_vocab_size(), *(i + 1 for i in added), 0)
         self.decoder_kind, self._space = _decoder_kind(self._hf)
         self._byte_fallback = self.decoder_kind == "sentencepiece"
+        # Whether `decode` leaves out a space that a text begins with, because `encode` puts one there.
+        self.strips_first_space: bool = (
+            self.decoder_kind == "sentencepiece" and self._hf.decoder.decode([f"{self._space}a"]) == "a"
+        )
         self._bytes: dict[int, bytes] = {}
         self._strs: dict[int, str] = {}
         self._texts: dict[int, str | None] = {}
@@ -147,6 +151,22 @@ class Tokenizer:
             else self._plain.encode(text, add_special_tokens)
         )
         return self._one_bos(ids) if add_special_tokens else ids
+
+    def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """For each token of `encode(text, add_special_tokens)` the number of characters of `text` before it.
+
+        They count in `text` as it was given, whatever a normaliser makes of it: a space that the tokenizer
+        puts before a text takes no place, a special token that `text` spells takes its own. The middle of a
+        character counts as its beginning.
+        """
+        encoding = self._hf.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        offsets, end = [], 0
+        # Spans overlap where tokens share a character, and are empty where a token stands for no text.
+        for begin, stop in encoding.offsets:
+            offsets.append(min(begin, end) if stop > begin else end)
+            end = max(end, stop)
+        kept = self._one_bos(encoding.ids) if add_special_tokens else encoding.ids
+        return offsets[len(offsets) - len(kept) :]
 
     def bad_word_token_ids(self, word: str) -> list[list[int]]:
         """Token sequences that spell `word`, inside a text and after a space (as in vLLM).

@@ -12,7 +12,7 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve_server.answer import Answer, respond
 from jaxserve_server.body import read_json
 from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
-from jaxserve_server.logprobs import TokenText
+from jaxserve_server.logprobs import TokenText, without_end
 from jaxserve_server.protocol import ChatBody, parse
 from jaxserve_server.sampling import chat_params
 from jaxserve_server.state import STATE
@@ -30,7 +30,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt = Prompt(await asyncio.to_thread(chat_token_ids, tokenizer, body))
         check_context([prompt], engine.max_model_len, "messages")
         work = Work([prompt], params, body.priority, body.cache_salt, final_only=not body.stream)
-        token_text = TokenText(tokenizer, body.skip_special_tokens)
+        token_text = TokenText(tokenizer, body.skip_special_tokens, body.return_tokens_as_token_ids)
         return await respond(request, engine, work, ChatAnswer(body, model, work, token_text))
 
 
@@ -45,12 +45,19 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatBody, model: str, work: Work, token_text: TokenText) -> None:
         super().__init__(body, model, work)
         self._token_text = token_text
-        self._cursors = [ChoiceCursor(token_text, work.prompts[0], body) for _ in range(body.n)]
+        self._prompt = work.prompts[0]
+        self._cursors = [ChoiceCursor(token_text, self._prompt, body) for _ in range(body.n)]
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(self.body.n):
             delta = {"role": "assistant", "content": ""}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = super().chunk(choice)
+        if self.body.return_token_ids and "role" in choice["delta"]:
+            chunk["prompt_token_ids"] = self._prompt.token_ids
+        return chunk
 
     def pieces(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for choice in output.outputs:
@@ -67,7 +74,7 @@ class ChatAnswer(Answer):
                 }
                 if delta.finish_reason is not None:
                     piece["stop_reason"] = delta.stop_reason
-                yield piece
+                yield piece | self._token_ids(choice, delta)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
@@ -81,11 +88,19 @@ class ChatAnswer(Answer):
                     "finish_reason": delta.finish_reason,
                     "stop_reason": delta.stop_reason,
                 }
+                | self._token_ids(choice, delta)
             )
-        if self.body.prompt_logprobs is None:
-            return {"choices": choices}
-        prompt_logprobs = self._token_text.prompt_json(outputs[0].prompt_logprobs or [])
-        return {"choices": choices, "prompt_logprobs": prompt_logprobs}
+        whole: dict[str, Any] = {"choices": choices}
+        if self.body.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = self._token_text.prompt_json(outputs[0].prompt_logprobs or [])
+        if self.body.return_token_ids:
+            whole["prompt_token_ids"] = self._prompt.token_ids
+        return whole
+
+    def _token_ids(self, choice: CompletionOutput, delta: Delta) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"token_ids": choice.token_ids[delta.first_token : delta.end_token]}
 
     def _logprobs(self, choice: CompletionOutput, delta: Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -96,6 +111,9 @@ class ChatAnswer(Answer):
             self._token_text.chat_entry(choice.token_ids[position], positions[position], top)
             for position in range(delta.first_token, delta.end_token)
         ]
+        # The join of all bytes is the text, so what the text leaves out has none.
         if delta.silent_token is not None and delta.first_token <= delta.silent_token < delta.end_token:
-            content[delta.silent_token - delta.first_token]["bytes"] = []  # the join of all bytes is the text
+            content[delta.silent_token - delta.first_token]["bytes"] = []
+        if delta.cut_chars and content:
+            content[-1]["bytes"] = list(without_end(bytes(content[-1]["bytes"]), delta.cut_chars))
         return {"content": content, "refusal": None}

@@ -12,7 +12,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve_server.answer import Answer, respond
 from jaxserve_server.body import read_json
-from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
+from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context, shows_tokens
 from jaxserve_server.logprobs import CompletionLogprobs, TextOffsets, TokenText
 from jaxserve_server.protocol import CompletionBody, parse
 from jaxserve_server.sampling import completion_params
@@ -35,7 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             params = params.replace(detokenize=False)
         check_context(prompts, engine.max_model_len, "prompt", room=min(1, body.max_tokens))
         work = Work(prompts, params, body.priority, body.cache_salt, final_only=not body.stream)
-        token_text = TokenText(engine.tokenizer, body.skip_special_tokens)
+        token_text = TokenText(engine.tokenizer, body.skip_special_tokens, body.return_tokens_as_token_ids)
         return await respond(request, engine, work, CompletionAnswer(body, model, work, token_text))
 
 
@@ -43,23 +43,29 @@ def _prompts(engine: AsyncLLMEngine, body: CompletionBody) -> list[Prompt]:
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            tokenizer = tokenizer_of(engine, "prompt")
-            prompts.append(Prompt(tokenizer.encode(prompt, body.add_special_tokens), prompt))
+            tokenizer, special = tokenizer_of(engine, "prompt"), body.add_special_tokens
+            offsets = tokenizer.text_offsets(prompt, special) if body.echo and body.wants_logprobs else None
+            prompts.append(Prompt(tokenizer.encode(prompt, special), prompt, offsets))
         else:
             check_vocabulary(prompt, engine.vocab_size, "prompt")
-            prompts.append(Prompt(prompt, _text_of(engine, prompt, body) if body.echo else None))
+            prompts.append(_shown_prompt(engine, prompt, body) if body.echo else Prompt(prompt))
         if not prompts[-1].token_ids:
             raise InvalidRequestError("prompt has no tokens", param="prompt")
     return prompts
 
 
-def _text_of(engine: AsyncLLMEngine, token_ids: list[int], body: CompletionBody) -> str:
-    """The text of a prompt of ids, without a character whose end the prompt does not hold."""
-    if engine.tokenizer is None:
-        return ""
-    text = engine.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
-    token_text = TokenText(engine.tokenizer, body.skip_special_tokens)
-    return text.rstrip("\ufffd") if TextOffsets(token_text, token_ids).inside_character else text
+def _shown_prompt(engine: AsyncLLMEngine, token_ids: list[int], body: CompletionBody) -> Prompt:
+    """A prompt of ids with its text, without a character whose end the prompt does not hold."""
+    tokenizer = engine.tokenizer
+    positions = TextOffsets(TokenText(tokenizer, body.skip_special_tokens))
+    text, offsets = positions.extend(token_ids), positions.offsets
+    if tokenizer is not None and tokenizer.decoder_kind == "other":
+        # A token's text depends on its neighbours, so where each begins is only near.
+        text = tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
+        offsets = [min(offset, len(text)) for offset in offsets]
+    elif tokenizer is not None and tokenizer.strips_first_space and text.startswith(" "):
+        text, offsets = text[1:], [max(0, offset - 1) for offset in offsets]
+    return Prompt(token_ids, text, offsets)
 
 
 class CompletionAnswer(Answer):
@@ -74,17 +80,21 @@ class CompletionAnswer(Answer):
         self._prompts = work.prompts
         self._token_text = token_text
         self._cursors: dict[tuple[int, int], ChoiceCursor] = {}
+        self._begun: set[int] = set()  # indexes of the choices that have had a chunk
 
     def pieces(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        prompt = self._prompts[index]
+        echoes = self.body.echo and bool(prompt.text or shows_tokens(self.body))
         for choice in output.outputs:
-            begins = (index, choice.index) not in self._cursors
             cursor = self._cursor(index, choice.index)
             if cursor.finished:
                 continue
             delta = cursor.advance(choice)
-            if delta or (begins and self.body.echo):
-                place = index * self.body.n + choice.index
-                yield self._choice(place, self._prompts[index], output, choice, delta, begins)
+            place = index * self.body.n + choice.index
+            begins = place not in self._begun
+            if delta or (begins and echoes):
+                self._begun.add(place)
+                yield self._choice(place, prompt, output, choice, delta, begins)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
@@ -127,22 +137,25 @@ class CompletionAnswer(Answer):
                 offset = len(echoed) + delta.offsets[position]
                 builder.add(choice.token_ids[position], positions[position], offset, self.body.logprobs)
             logprobs = builder.json()
-        return {
+        shown = {
             "index": place,
             "text": echoed + delta.text if begins else delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if self.body.return_token_ids:
+            shown["token_ids"] = choice.token_ids[delta.first_token : delta.end_token]
+            if begins:
+                shown["prompt_token_ids"] = prompt.token_ids
+        return shown
 
     def _add_prompt(self, builder: CompletionLogprobs, prompt: Prompt, output: RequestOutput) -> None:
-        offsets = TextOffsets(self._token_text)
-        offsets.extend(prompt.token_ids)
         top = self.body.logprobs or 0
-        end = len(prompt.text or "")
         positions = output.prompt_logprobs or []
-        for token_id, offset, logprobs in zip(prompt.token_ids, offsets.offsets, positions, strict=True):
-            builder.add(token_id, logprobs, min(offset, end), top)
+        offsets = prompt.offsets or []
+        for token_id, offset, logprobs in zip(prompt.token_ids, offsets, positions, strict=True):
+            builder.add(token_id, logprobs, offset, top)
 
 
 def _logprob_per_token(choice: CompletionOutput) -> float:

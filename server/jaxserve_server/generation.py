@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids and, where the client gave text, that text."""
+    """Token ids and, where they are known, the text and where in it each token begins (in characters)."""
 
     token_ids: list[int]
     text: str | None = None
+    offsets: list[int] | None = None
 
 
 def check_context(prompts: Sequence[Prompt], max_model_len: int, param: str, *, room: int = 1) -> None:
@@ -104,13 +105,14 @@ async def outputs_of(
 
 @dataclass(frozen=True)
 class Delta:
-    """What a choice has gained: text, and the tokens (by position) whose log-probabilities go with it."""
+    """What a choice has gained: text, and the tokens (by position) that go with it."""
 
     text: str
     first_token: int
     end_token: int
-    offsets: list[int]  # of all tokens so far; empty when no logprobs are wanted
+    offsets: list[int]  # of all tokens so far; empty when tokens are not shown
     silent_token: int | None  # the position of the EOS or stop id that ended the choice: it has no text
+    cut_chars: int  # of the last token's text, which a stop string's end or beginning cut off
     finish_reason: str | None
     stop_reason: str | int | None
 
@@ -118,17 +120,22 @@ class Delta:
         return bool(self.text) or self.end_token > self.first_token or self.finish_reason is not None
 
 
+def shows_tokens(body: GenerationBody) -> bool:
+    """Whether the answer tells tokens apart, by log-probabilities or ids."""
+    return body.wants_logprobs or body.return_token_ids
+
+
 class ChoiceCursor:
     """Cuts one choice's cumulative outputs into deltas; one cut of the final output is the whole answer.
 
-    A token travels with the delta in which its text begins, so text that is held back (a possible stop
+    A token travels with the delta that shows the last of its text, so text that is held back (a possible stop
     string, half a character) holds its tokens back too. Tokens that belong to a stop string cut from the text
-    are dropped: log-probabilities and text agree.
+    are dropped: ids, log-probabilities and text agree.
     """
 
     def __init__(self, token_text: TokenText, prompt: Prompt, body: GenerationBody) -> None:
         self._shows_end = body.include_stop_str_in_output
-        self._offsets = TextOffsets(token_text, prompt.token_ids) if body.wants_logprobs else None
+        self._offsets = TextOffsets(token_text, prompt.token_ids) if shows_tokens(body) else None
         self._num_chars = 0
         self._num_tokens = 0
         self.finished = False
@@ -136,22 +143,36 @@ class ChoiceCursor:
     def advance(self, output: CompletionOutput) -> Delta:
         text = output.text[self._num_chars :]
         self._num_chars = len(output.text)
-        first = self._num_tokens
-        offsets: list[int] = []
+        self.finished = output.finished
+        first, offsets, cut_chars = self._num_tokens, list[int](), 0
+        by_string = isinstance(output.stop_reason, str)
         if self._offsets is not None:
             offsets = self._offsets.offsets
             self._offsets.extend(output.token_ids[len(offsets) :])
-            self._num_tokens = self._end(output, offsets)
-        self.finished = output.finished
-        by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+            self._num_tokens = len(offsets) if output.finished and not by_string else self._end(by_string)
+            if by_string and self._num_tokens:
+                cut_chars = max(0, self._offsets.ends[self._num_tokens - 1] - self._num_chars)
+        by_token = output.finish_reason == "stop" and not by_string
         silent = len(output.token_ids) - 1 if by_token and not self._shows_end else None
-        return Delta(text, first, self._num_tokens, offsets, silent, output.finish_reason, output.stop_reason)
+        return Delta(
+            text,
+            first,
+            self._num_tokens,
+            offsets,
+            silent,
+            cut_chars,
+            output.finish_reason,
+            output.stop_reason,
+        )
 
-    def _end(self, output: CompletionOutput, offsets: list[int]) -> int:
-        if output.finished and not isinstance(output.stop_reason, str):
-            return len(offsets)
+    def _end(self, is_cut: bool) -> int:
+        """How many tokens have been shown whole; at a stop string, how many have begun before it."""
+        assert self._offsets is not None
+        offsets, ends = self._offsets.offsets, self._offsets.ends
         end = self._num_tokens
-        while end < len(offsets) and offsets[end] < self._num_chars:
+        while (
+            end < len(offsets) and offsets[end] < self._num_chars and (is_cut or ends[end] <= self._num_chars)
+        ):
             end += 1
         return end
 

@@ -17,10 +17,19 @@ _CONTEXT_TOKENS = 4  # a character has at most four bytes
 
 
 class TokenText:
-    """The text side of token ids; without a tokenizer every token is `token_id:N` and has no bytes."""
+    """The text side of token ids; without a tokenizer every token is `token_id:N` and has no bytes.
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
+    Args:
+        tokenizer: None for a checkpoint without one.
+        skip_special_tokens: special tokens have no place in the text.
+        labels_are_ids: every token is labelled `token_id:N`, which is unique (`return_tokens_as_token_ids`).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, skip_special_tokens: bool, labels_are_ids: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._labels_are_ids = labels_are_ids or tokenizer is None
         self._hidden: frozenset[int] = frozenset()
         if tokenizer is not None and skip_special_tokens:
             self._hidden = frozenset(tokenizer.special_ids)
@@ -33,8 +42,8 @@ class TokenText:
 
     def label(self, token_id: int) -> str:
         """The token as a string; `bytes:\\xe2\\x82` where it is only a part of a character."""
-        if self._tokenizer is None:
-            return f"token_id:{token_id}"
+        if self._labels_are_ids or self._tokenizer is None:
+            return by_id(token_id)
         if token_id in self._tokenizer.special_ids:
             return self._tokenizer.token_str(token_id)
         raw = self._tokenizer.token_bytes(token_id)
@@ -84,16 +93,37 @@ class TextOffsets:
             self._decoder.decode(token_text.text_bytes(token_id))
         self._length = 0
         self.offsets: list[int] = []
+        self.ends: list[int] = []  # characters that are whole after each token
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
+        pieces = []
+        for token_id in token_ids:
+            raw = self._token_text.text_bytes(token_id)
+            begin = self._length
+            if self._is_inside_character and raw:
+                # The token may go on with the character, or show that it was broken and begin after it.
+                head = self._decoder.decode(raw[:1])
+                begin += len(head) > 1 or (len(head) == 1 and self._is_inside_character)
+                text = head + self._decoder.decode(raw[1:])
+            else:
+                text = self._decoder.decode(raw)
+            self._length += len(text)
+            self.offsets.append(begin)
+            self.ends.append(self._length)
+            pieces.append(text)
+        return "".join(pieces)
 
     @property
-    def inside_character(self) -> bool:
-        """Whether the tokens so far end inside a character."""
+    def _is_inside_character(self) -> bool:
         return bool(self._decoder.getstate()[0])
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            self.offsets.append(self._length)
-            self._length += len(self._decoder.decode(self._token_text.text_bytes(token_id)))
+
+def without_end(raw: bytes, num_chars: int) -> bytes:
+    """A token's bytes without its last `num_chars` whole characters and what follows them."""
+    whole = raw[: codecs.utf_8_decode(raw, "replace", False)[1]]
+    kept = whole.decode("utf-8", "surrogateescape")[: -num_chars or None]
+    return kept.encode("utf-8", "surrogateescape")
 
 
 class CompletionLogprobs:
@@ -119,15 +149,21 @@ class CompletionLogprobs:
             lists["top_logprobs"].append(None)
             return
         lists["token_logprobs"].append(finite(candidates[token_id].logprob))
-        shown = {
-            label(other): finite(logprob.logprob)
-            for other, logprob in candidates.items()
-            if other == token_id or logprob.rank <= top
-        }
+        shown: dict[str, float] = {}
+        for other, logprob in candidates.items():  # the chosen token comes first
+            if other == token_id or logprob.rank <= top:
+                name = label(other)
+                # Two tokens may be the same text, such as `A` and the byte token <0x41>.
+                shown[name if name not in shown else by_id(other)] = finite(logprob.logprob)
         lists["top_logprobs"].append(shown)
 
     def json(self) -> dict[str, list[Any]]:
         return self._lists
+
+
+def by_id(token_id: int) -> str:
+    """The label of a token that no other token has."""
+    return f"token_id:{token_id}"
 
 
 def finite(logprob: float) -> float:
