@@ -15,16 +15,26 @@ _HOME = {
     "AsyncLLMEngine": "jaxserve.async_engine",
     "EngineArgs": "jaxserve.engine_args",
     "SamplingParams": "jaxserve.sampling_params",
+    "PoolingParams": "jaxserve.pooling",
     "RequestOutput": "jaxserve.outputs",
     "CompletionOutput": "jaxserve.outputs",
 }
-__all__ = ["LLM", "AsyncLLMEngine", "CompletionOutput", "EngineArgs", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "EngineArgs",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
     from jaxserve.engine_args import EngineArgs
     from jaxserve.llm import LLM
     from jaxserve.outputs import CompletionOutput, RequestOutput
+    from jaxserve.pooling import PoolingParams
     from jaxserve.sampling_params import SamplingParams
 
 

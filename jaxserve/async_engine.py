@@ -8,12 +8,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from jaxserve.engine import EngineStats, LLMEngine, Prompt
 from jaxserve.engine_args import EngineArgs
 from jaxserve.engine_loop import EngineLoop
 from jaxserve.loading import load_engine
 from jaxserve.outputs import RequestOutput
+from jaxserve.pooling import PoolingParams, embedding_of
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.tallies import EngineTallies
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -131,22 +135,42 @@ class AsyncLLMEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    @property
+    def tallies(self) -> EngineTallies:
+        """Counts since the start; reading them never waits for the engine."""
+        return self._engine.scheduler.tallies
+
+    def cache_info(self) -> dict[str, str]:
+        """See `LLMEngine.cache_info`."""
+        return self._engine.cache_info()
+
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         request_id: str | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
         final_only: bool = False,
+        arrival_time: float | None = None,
     ) -> RequestStream:
         """Submit a request; `final_only` saves the work of outputs that nobody reads.
+
+        With PoolingParams nothing is generated: the one output is the finished one, with an `embedding`.
+        `arrival_time` (of `time.monotonic`) is when a server got the request: latencies count from there.
 
         Raises InvalidRequestError, QueueFullError or EngineDeadError before anything is queued.
         """
         request_id = request_id or uuid.uuid4().hex
-        new = self._engine.prepare(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+        new = self._engine.prepare(
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+        )
         stream = RequestStream(self._loop, request_id, final_only=final_only)
         self._loop.submit(new, stream)
         return stream
@@ -165,6 +189,32 @@ class AsyncLLMEngine:
         try:
             async for output in stream:
                 yield output
+        finally:
+            stream.abort()
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> np.ndarray:
+        """The embedding of one prompt: float32 [hidden], or [params.dimensions]; see `LLM.embed`.
+
+        Many at once through `asyncio.gather`. Cancelling it ends the request and frees its pages.
+        """
+        stream = self.add_request(
+            prompt,
+            params or PoolingParams(),
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            final_only=True,
+        )
+        try:
+            return embedding_of(await stream.final())
         finally:
             stream.abort()
 

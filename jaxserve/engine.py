@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from jaxserve.model_runner import ModelRunner, StepHandle
 from jaxserve.models.config import ModelConfig
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput, TokenLogprobs
+from jaxserve.pooling import PooledPrompt, Pooling, PoolingParams
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler
@@ -24,6 +25,8 @@ from jaxserve.weights import ROPE_PATH, ModelSkeleton, rope_leaf, weights_from
 
 # A text, token ids, or {"prompt": text, "prompt_token_ids": ids} with either or both.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+# Of a request for an embedding: its prompt is run.
+_SAMPLES_NOTHING = SamplingParams(temperature=0.0, max_tokens=0, detokenize=False)
 _RUN_AHEAD = 1  # steps that may be under way when the next one is scheduled
 
 
@@ -58,6 +61,9 @@ class EngineConfig:
     default_sampling_params: Mapping[str, Any]
     eos_token_ids: frozenset[int]
     seed: int | None
+    kv_cache_dtype: str = "auto"
+    memory_utilization: float | None = None  # as asked for; None: the default, or a pool of a given size
+    pooling: Pooling = field(default_factory=Pooling)  # of embeddings
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class NewRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    pooling: PoolingParams | None = None  # an embedding is wanted; `params` then samples nothing
+    arrival_time: float = field(default_factory=time.monotonic)
 
 
 class LLMEngine:
@@ -93,6 +101,7 @@ class LLMEngine:
         self._choices: dict[str, list[Request]] = {}  # request id -> its choices
         self._owner: dict[str, str] = {}  # a choice's id -> request id
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._pooled: dict[str, PooledPrompt] = {}
         self._random = random.Random(config.seed)
         self._num_requests = 0
         self.num_steps = 0
@@ -105,13 +114,20 @@ class LLMEngine:
     def prepare(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         request_id: str,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float | None = None,
     ) -> NewRequest:
         """Tokenise and validate; callable from any thread. Raises InvalidRequestError."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        pooling = None
+        if isinstance(params, PoolingParams):
+            self.config.pooling.check()
+            params.validate_for(self.config.model.hidden_size)
+            pooling, params = params, _SAMPLES_NOTHING
         text, token_ids = self._tokenise(prompt)
         vocab_size = self.config.model.vocab_size
         if not isinstance(params, SamplingParams):
@@ -128,7 +144,7 @@ class LLMEngine:
         if self.tokenizer is None and params.bad_words:
             raise InvalidRequestError("bad_words need a tokenizer, and this model has none", "bad_words")
         self.scheduler.config.total_tokens_limit(len(token_ids), params.max_tokens)
-        return NewRequest(request_id, text, token_ids, params, priority, cache_salt)
+        return NewRequest(request_id, text, token_ids, params, priority, cache_salt, pooling, arrival_time)
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
@@ -161,6 +177,9 @@ class LLMEngine:
         """Queue a prepared request. Raises QueueFullError, InvalidRequestError for an id in use."""
         params = new.params
         words = [ids for w in params.bad_words or () for ids in self._bad_word_ids(w)]
+        num_prompt, pool_from = len(new.prompt_token_ids), None
+        if new.pooling is not None:
+            pool_from = self.config.pooling.first_position(num_prompt)
         requests = []
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else params.seed + index
@@ -172,9 +191,11 @@ class LLMEngine:
                     params=params,
                     priority=new.priority,
                     cache_salt=new.cache_salt,
+                    arrival_time=new.arrival_time,
                     seed=seed,
                     eos_token_ids=frozenset() if params.ignore_eos else self.config.eos_token_ids,
                     bad_words_token_ids=words,
+                    pool_from=pool_from,
                 )
             )
         self.processor.add(new.request_id, new.prompt, requests, params)
@@ -188,7 +209,9 @@ class LLMEngine:
             raise
         self._choices[new.request_id] = requests
         self._owner.update((request.request_id, new.request_id) for request in requests)
-        self.prompt_tokens += len(new.prompt_token_ids)
+        self.prompt_tokens += num_prompt
+        if new.pooling is not None:
+            self._pooled[new.request_id] = PooledPrompt(self.config.pooling, new.pooling, num_prompt)
         if params.prompt_logprobs is not None:
             table: list[TokenLogprobs | None] = [None] * len(new.prompt_token_ids)
             self._prompt_logprobs[new.request_id] = table
@@ -208,12 +231,14 @@ class LLMEngine:
             self.scheduler.abort(request.request_id)
         self.processor.abort(request_id)
         output = self.processor.snapshot(request_id)
-        self._forget(request_id)
+        self._forget(request_id, output)
         return output
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str, last_output: RequestOutput) -> None:
+        self.scheduler.tallies.request_ended(self._choices[request_id], last_output)
         self.processor.remove(request_id)
         self._prompt_logprobs.pop(request_id, None)
+        self._pooled.pop(request_id, None)
         for request in self._choices.pop(request_id):
             del self._owner[request.request_id]
 
@@ -241,6 +266,7 @@ class LLMEngine:
                 self._step_started = time.monotonic()
             self._under_way.append(self.runner.execute(output))
             self.num_steps += 1
+            self.scheduler.tallies.step_tokens.add(output.num_tokens)
         if len(self._under_way) > _RUN_AHEAD or (self._under_way and not output.scheduled):
             outputs = self._take_results(self._under_way.popleft(), wants_output)
             self._step_started = time.monotonic() if self._under_way else None
@@ -251,6 +277,7 @@ class LLMEngine:
         tokens = handle.tokens()
         logprobs = handle.logprobs()
         self._take_prompt_logprobs(handle)
+        self._take_pooled(handle)
         touched: dict[str, bool] = {}
         # Of an unfinished request only what this step sampled: a request aborted meanwhile is not there.
         sampled = {item.request.request_id for item in handle.output.scheduled if item.samples}
@@ -273,7 +300,7 @@ class LLMEngine:
             if is_finished or wants_output(request_id):
                 outputs.append(self.processor.snapshot(request_id))
             if is_finished:
-                self._forget(request_id)
+                self._forget(request_id, outputs[-1])
         return outputs
 
     def _take_prompt_logprobs(self, handle: StepHandle) -> None:
@@ -285,6 +312,16 @@ class LLMEngine:
             table[first : first + len(entries)] = entries
             if all(entry is not None for entry in table[1:]):
                 self.processor.set_prompt_logprobs(owner, table)
+
+    def _take_pooled(self, handle: StepHandle) -> None:
+        for request, first, count, total in handle.pooled_sums():
+            owner = self._owner.get(request.request_id)
+            if owner is None:
+                continue
+            pooled = self._pooled[owner]
+            pooled.add(first, count, total)
+            if pooled.is_complete:
+                self.processor.set_embedding(owner, pooled.vector())
 
     # ---- beside the requests
 
@@ -346,11 +383,24 @@ class LLMEngine:
             last_step_age=None if started is None else time.monotonic() - started,
         )
 
+    def cache_info(self) -> dict[str, str]:
+        """How the pool of keys and values is set up, under the names that vLLM gives these settings."""
+        limits = self.scheduler.config
+        return {
+            "block_size": str(limits.page_size),
+            "num_gpu_blocks": str(limits.num_pages - 1),  # that can be allocated
+            "kv_cache_size_tokens": str(limits.pool_tokens),
+            "cache_dtype": self.config.kv_cache_dtype,
+            "enable_prefix_caching": str(limits.enable_prefix_caching),
+            "gpu_memory_utilization": str(self.config.memory_utilization),
+        }
+
     def use_idle_time(self) -> bool:
         """Do a piece of work that may wait; whether there was one."""
         return self.runner.try_unused_program()
 
     def close(self) -> None:
         """Let go of the device's memory. Called once, after the last step."""
+        self.scheduler.tallies.failed(request for choices in self._choices.values() for request in choices)
         self._under_way.clear()
         self.runner.close()

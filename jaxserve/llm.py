@@ -21,6 +21,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.loading import Live, load_engine
 from jaxserve.models.config import ModelConfig
 from jaxserve.outputs import RequestOutput
+from jaxserve.pooling import PoolingParams, embedding_of
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import named_arrays
@@ -134,13 +135,52 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(batch)} prompts but {len(each)} sampling_params", "sampling_params"
             )
+        return self._run(batch, each, _bar("generating", len(batch), progress))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """Embeddings of prompts, batched: float32 [num_prompts, hidden], in input order.
+
+        Each is the mean over the prompt's final hidden states or that of its last token, scaled to length 1,
+        as the checkpoint says: sentence-transformers' `modules.json` or GGUF's `pooling_type`; without them
+        the last token's, scaled.
+
+        Args:
+            prompts: as for `generate`. One may fill the whole context.
+            pooling_params: `dimensions` keeps the first numbers only ([num_prompts, dimensions]).
+            progress: as for `generate`.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong, or the checkpoint asks for a pooling that is
+                not implemented; nothing was started then.
+            EngineDeadError: the engine has stopped.
+        """
+        batch = _as_list(prompts)
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise InvalidRequestError(
+                f"pooling_params must be PoolingParams, got {type(params).__name__}", "pooling_params"
+            )
+        outputs = self._run(batch, [params] * len(batch), _bar("embedding", len(batch), progress))
+        size = params.dimensions or self.model_config.hidden_size
+        return np.array([embedding_of(output) for output in outputs], np.float32).reshape(len(batch), size)
+
+    def _run(
+        self, batch: Sequence[Prompt], each: Sequence[SamplingParams | PoolingParams], bar: _bar
+    ) -> list[RequestOutput]:
+        """The finished outputs in order; whatever ends the wait ends the requests."""
         ids = [self._next_id() for _ in batch]
         ready = [self._engine.prepare(p, s, i) for p, s, i in zip(batch, each, ids, strict=True)]
         results: queue.SimpleQueue[tuple[int, RequestOutput | BaseException]] = queue.SimpleQueue()
         sinks = [_FinalSink(results, index) for index in range(len(ready))]
         outputs: list[RequestOutput | None] = [None] * len(ready)
         try:
-            with _bar(len(ready), progress) as advance:
+            with bar as advance:
                 for new, sink in zip(ready, sinks, strict=True):
                     self._loop.submit(new, sink)
                 for _ in ready:
@@ -268,13 +308,13 @@ def _is_list(value: Any) -> bool:
 class _bar:  # noqa: N801 (reads as a function at its one use)
     """A progress bar of finished requests with the rate of tokens; does nothing where nobody watches."""
 
-    def __init__(self, total: int, show: bool | None) -> None:
+    def __init__(self, text: str, total: int, show: bool | None) -> None:
         if show is None:
             show = sys.stderr.isatty() or "ipykernel" in sys.modules
         self._total = total
         self._tokens = 0
         self._bar = Progress(
-            TextColumn("generating"),
+            TextColumn(text),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -287,9 +327,12 @@ class _bar:  # noqa: N801 (reads as a function at its one use)
         task = self._bar.add_task("generate", total=self._total, rate="")
 
         def advance(output: RequestOutput) -> None:
+            kind = "output"
+            if output.embedding is not None:
+                kind, self._tokens = "input", self._tokens + len(output.prompt_token_ids)
             self._tokens += sum(len(choice.token_ids) for choice in output.outputs)
             elapsed = self._bar.tasks[0].elapsed or 0.0
-            rate = f"{self._tokens / elapsed:.0f} output tok/s" if elapsed else ""
+            rate = f"{self._tokens / elapsed:.0f} {kind} tok/s" if elapsed else ""
             self._bar.update(task, advance=1, rate=rate)
 
         return advance

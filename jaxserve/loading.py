@@ -24,6 +24,7 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_runner import ModelRunner
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_by_name, family_of, read_model
+from jaxserve.pooling import Pooling, pooling_of
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import make_mesh, platform_of
@@ -87,6 +88,9 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         default_sampling_params=_default_sampling(args, checkpoint),
         eos_token_ids=_eos(config, tokenizer, checkpoint),
         seed=args.seed,
+        kv_cache_dtype=str(pool.dtype),
+        memory_utilization=args.memory_utilization,
+        pooling=Pooling() if checkpoint is None else pooling_of(checkpoint),
     )
     scheduler = Scheduler(limits, name)
 

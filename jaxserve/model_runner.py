@@ -19,7 +19,7 @@ from jaxserve.outputs import Logprob, TokenLogprobs
 from jaxserve.request import Request
 from jaxserve.sampler import Sampled
 from jaxserve.scheduler import SchedulerConfig, SchedulerOutput
-from jaxserve.step import StepSpec, Weights, make_logits, make_score
+from jaxserve.step import StepSpec, Weights, make_logits, make_pool, make_score
 from jaxserve.step_programs import Aval, StepPrograms
 from jaxserve.weights import ModelSkeleton
 
@@ -34,6 +34,8 @@ class StepHandle:
     output: SchedulerOutput
     sampled: Sampled
     scores: list[tuple[Request, int, int, tuple[jax.Array, ...]]]  # request, first position, count, arrays
+    pooled: list[tuple[Request, int, int]]  # request, first position, count
+    sums: jax.Array | None  # float32 [num_slots, hidden]: hidden states summed for each of `pooled`
 
     def tokens(self) -> dict[str, int]:
         """Sampled token ids by request id."""
@@ -69,6 +71,13 @@ class StepHandle:
             ]
             found.append((request, first, entries))
         return found
+
+    def pooled_sums(self) -> list[tuple[Request, int, int, np.ndarray]]:
+        """(request, first position, count, sum of the hidden states there: float32 [hidden])."""
+        if self.sums is None:
+            return []
+        sums = np.asarray(self.sums)
+        return [(*part, sums[i]) for i, part in enumerate(self.pooled)]
 
 
 def _token_logprobs(token_id: int, row: int, arrays: Sequence[np.ndarray], top: int) -> TokenLogprobs:
@@ -135,6 +144,7 @@ class ModelRunner:
                 self.programs.compile_now(bucket)
             for tokens in sorted({b.num_tokens for b in buckets}):
                 self._helper("score", tokens)
+                self._helper("pool", tokens)
         while self.try_unused_program():
             pass
         if mode == "lazy":
@@ -166,14 +176,23 @@ class ModelRunner:
         return program.lower(table, slot, row).compile()
 
     def _helper(self, kind: str, num_tokens: int) -> Program:
-        """The program that reads a step's hidden states: "score" or "logits"."""
+        """The program that reads a step's hidden states: "score", "pool" or "logits"."""
         key = (kind, num_tokens)
         if key not in self._helpers:
             rows = self._step.host_aval((_SCORED_AT_ONCE,), jnp.int32)
             hidden = self._step.host_aval((num_tokens, self.skeleton.config.hidden_size), self.skeleton.dtype)
-            make, args = (make_score, (rows, rows)) if kind == "score" else (make_logits, (rows,))
-            program = jax.jit(make(self.spec), out_shardings=self._step.replicated)
-            self._helpers[key] = program.lower(self._step.weights, hidden, *args).compile()
+            weights = self._step.weights
+            function: Callable[..., Any]
+            args: tuple[Any, ...]
+            if kind == "pool":
+                spans = self._step.host_aval((self.num_slots, 2), jnp.int32)
+                function, args = make_pool(self.num_slots), (hidden, spans)
+            elif kind == "score":
+                function, args = make_score(self.spec), (weights, hidden, rows, rows)
+            else:
+                function, args = make_logits(self.spec), (weights, hidden, rows)
+            program = jax.jit(function, out_shardings=self._step.replicated)
+            self._helpers[key] = program.lower(*args).compile()
             self.num_helper_compilations += 1
         return self._helpers[key]
 
@@ -189,7 +208,8 @@ class ModelRunner:
         bucket, program = self.programs.choose(output.num_tokens, len(output.scheduled), decode_only)
         ints, floats = self.packer.pack(output, bucket, set(self._biased))
         hidden, sampled = self._run(program, ints, floats)
-        return StepHandle(output, sampled, self._score(output, bucket, hidden))
+        scores = self._score(output, bucket, hidden)
+        return StepHandle(output, sampled, scores, *self._pool(output, bucket, hidden))
 
     def _run(self, program: Program, ints: np.ndarray, floats: np.ndarray) -> tuple[jax.Array, Sampled]:
         self._kv_pool, self._tokens, hidden, sampled = program(
@@ -238,6 +258,22 @@ class ModelRunner:
                     scores.append((request, first, n, program(self.weights, hidden, rows, targets)))
             offset += count
         return scores
+
+    def _pool(
+        self, output: SchedulerOutput, bucket: Bucket, hidden: jax.Array
+    ) -> tuple[list[tuple[Request, int, int]], jax.Array | None]:
+        """Sum the hidden states of this step that go into embeddings."""
+        pooled: list[tuple[Request, int, int]] = []
+        spans = np.zeros((self.num_slots, 2), np.int32)
+        offset = 0
+        for item in output.scheduled:
+            request, start, count = item.request, item.num_computed_tokens, item.num_scheduled_tokens
+            if request.pool_from is not None and start + count > request.pool_from:
+                first = max(start, request.pool_from)
+                spans[len(pooled)] = offset + first - start, start + count - first
+                pooled.append((request, first, start + count - first))
+            offset += count
+        return pooled, self._helper("pool", bucket.num_tokens)(hidden, spans) if pooled else None
 
     # ---- beside the scheduler
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxserve.detokenizer import IncrementalDetokenizer
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
@@ -125,6 +127,7 @@ class _Group:
     prompt: str | None
     choices: list[_Choice]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: np.ndarray | None = None
 
 
 class OutputProcessor:
@@ -221,6 +224,10 @@ class OutputProcessor:
                 self._fill_tokens(entry)
         group.prompt_logprobs = logprobs
 
+    def set_embedding(self, request_id: str, vector: np.ndarray) -> None:
+        """The vector, float32 [dimensions], of a request that asked for one."""
+        self._groups[request_id].embedding = vector
+
     def snapshot(self, request_id: str) -> RequestOutput:
         """The state of a request now, cumulative; later tokens do not change it."""
         group = self._groups[request_id]
@@ -234,6 +241,7 @@ class OutputProcessor:
             metrics=_merge_metrics([request.metrics for request in requests]),
             prompt_logprobs=group.prompt_logprobs,
             num_cached_tokens=requests[0].num_cached_tokens,
+            embedding=group.embedding,
         )
 
     def _choice(self, request: Request) -> _Choice | None:
@@ -258,6 +266,7 @@ def _merge_metrics(parts: list[RequestMetrics]) -> RequestMetrics:
     finished = known("finished_time")
     return RequestMetrics(
         arrival_time=min(part.arrival_time for part in parts),
+        queued_time=min(known("queued_time"), default=None),
         first_scheduled_time=min(known("first_scheduled_time"), default=None),
         first_token_time=min(known("first_token_time"), default=None),
         last_token_time=max(known("last_token_time"), default=None),

@@ -6,6 +6,8 @@ import html
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -26,7 +28,8 @@ TokenLogprobs = dict[int, Logprob]
 class RequestMetrics:
     """Times in seconds of `time.monotonic()`; None until it happened."""
 
-    arrival_time: float
+    arrival_time: float  # at the server, before tokenising, where there is one
+    queued_time: float | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -63,6 +66,8 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # first entry None: nothing precedes it
     num_cached_tokens: int = 0
+    # float32 [hidden or dimensions], of a finished request with PoolingParams.
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         head = (

@@ -36,6 +36,8 @@ class Request:
     seed: int = 0  # resolved: params.seed with the choice's index, or drawn by the engine
     eos_token_ids: frozenset[int] = frozenset()  # empty under ignore_eos
     bad_words_token_ids: Sequence[Sequence[int]] = ()
+    # The first position whose hidden state goes into an embedding; None: none is wanted.
+    pool_from: int | None = None
 
     # The scheduler's.
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)

@@ -47,6 +47,7 @@ from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
 from jaxserve.outputs import FinishReason
 from jaxserve.page_allocator import PageAllocator, cache_root, page_hashes
 from jaxserve.request import Request, RequestStatus
+from jaxserve.tallies import EngineTallies
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache at first admissions
         self.prefix_hits = 0  # tokens found there
+        self.tallies = EngineTallies()
         self._model_id = model_id
         self._clock = clock
         self._requests: dict[str, Request] = {}  # all unfinished ones
@@ -192,6 +194,7 @@ class Scheduler:
             raise QueueFullError(f"{len(self._waiting)} requests are waiting; try again later")
         request.max_total_tokens = limit
         self._start_hash_chain(request)
+        request.metrics.queued_time = self._clock()
         request.arrival_index = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request
@@ -245,13 +248,16 @@ class Scheduler:
             if part.samples:
                 request.num_in_flight -= 1
                 request.output_token_ids.append(token_id := sampled[request.request_id])
+                self.tallies.token(request, now)
                 if request.metrics.first_token_time is None:
                     request.metrics.first_token_time = now
                 request.metrics.last_token_time = now
                 self._register_full_pages(request)
                 self._finish_if_ended(request, token_id)
             elif part.num_computed_tokens + part.num_scheduled_tokens == request.max_total_tokens:
-                self._finish(request, "length", None)  # max_tokens 0: only the prompt was asked for
+                # max_tokens 0: only the prompt was asked for.
+                self.tallies.prompt_computed(request)
+                self._finish(request, "length" if request.pool_from is None else "stop", None)
             else:
                 continue
             advanced.append(request)
@@ -382,7 +388,9 @@ class Scheduler:
         config = self.config
         if request.num_in_flight:
             return 0
-        looks_up = config.enable_prefix_caching and request.params.prompt_logprobs is None
+        # What is cached is keys and values: whoever needs hidden states of all the prompt computes it all.
+        needs_all = request.params.prompt_logprobs is not None or request.pool_from == 0
+        looks_up = config.enable_prefix_caching and not needs_all
         known = request.num_tokens
         # At least one token is left to compute: its logits are needed.
         hits = (

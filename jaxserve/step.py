@@ -188,6 +188,29 @@ def make_score(spec: StepSpec) -> Callable[..., Any]:
     return score
 
 
+def make_pool(num_spans: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Sums of a step's hidden states over spans of its tokens (embeddings)."""
+
+    def pool(hidden: jax.Array, spans: jax.Array) -> jax.Array:
+        """hidden [num_tokens, hidden], spans int32 [num_spans, 2]: first row and count, those in use first.
+
+        Returns float32 [num_spans, hidden], 0 for spans of no rows.
+        """
+        row = jnp.arange(hidden.shape[0])[:, None]
+
+        def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+            first, count = spans[i, 0], spans[i, 1]
+            # Chosen and not multiplied by 0: another request's NaN stays its own.
+            is_inside = (row >= first) & (row < first + count)
+            chosen = jnp.where(is_inside, hidden, jnp.zeros((), hidden.dtype)).astype(jnp.float32)
+            return sums.at[i].set(chosen.sum(axis=0))
+
+        num_used = (spans[:, 1] > 0).sum()
+        return jax.lax.fori_loop(0, num_used, add, jnp.zeros((num_spans, hidden.shape[1]), jnp.float32))
+
+    return pool
+
+
 def make_logits(spec: StepSpec) -> Callable[..., Any]:
     """The raw logits, float32 [num_rows, vocab], of given rows of a step's hidden states."""
 

@@ -7,6 +7,7 @@ checkpoint.tensors["token_embd.weight"].read()    # a numpy array
 
 from jaxserve_checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxserve_checkpoints.errors import CheckpointError, SourceError
+from jaxserve_checkpoints.sentence_transformers import EncoderModule
 from jaxserve_checkpoints.sources import BUILTIN_MODELS, BuiltinModel, resolve_model
 from jaxserve_checkpoints.tensors import TensorRef
 from jaxserve_checkpoints.tokenizers import TokenizerAssets
@@ -16,6 +17,7 @@ __all__ = [
     "BuiltinModel",
     "Checkpoint",
     "CheckpointError",
+    "EncoderModule",
     "SourceError",
     "TensorRef",
     "TokenizerAssets",

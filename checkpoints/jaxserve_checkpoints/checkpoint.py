@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve_checkpoints import gguf, gguf_tokenizers, safetensors, tokenizers
+from jaxserve_checkpoints import gguf, gguf_tokenizers, safetensors, sentence_transformers, tokenizers
 from jaxserve_checkpoints.errors import CheckpointError
 from jaxserve_checkpoints.json_files import read_json, read_optional_json
+from jaxserve_checkpoints.sentence_transformers import EncoderModule
 from jaxserve_checkpoints.tensors import TensorRef
 from jaxserve_checkpoints.tokenizers import TokenizerAssets
 
@@ -40,8 +41,18 @@ class Checkpoint:
         """The tokenizer, None when the checkpoint holds none. Raises CheckpointError."""
         if self.format == "gguf":
             return gguf_tokenizers.build_tokenizer(self.metadata, self.path)
-        directory = self.path if self.path.is_dir() else self.path.parent
-        return tokenizers.read_tokenizer(directory, self.generation_config)
+        return tokenizers.read_tokenizer(self._directory, self.generation_config)
+
+    def encoder_modules(self) -> tuple[EncoderModule, ...] | None:
+        """What makes an embedding of its outputs, in order; None where no file says (GGUF has metadata).
+
+        Raises CheckpointError.
+        """
+        return None if self.format == "gguf" else sentence_transformers.read_modules(self._directory)
+
+    @property
+    def _directory(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

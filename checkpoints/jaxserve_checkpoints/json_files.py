@@ -11,7 +11,13 @@ from jaxserve_checkpoints.errors import CheckpointError
 
 def parse_json(text: bytes, path: Path, what: str = "file") -> dict[str, Any]:
     """A JSON object without duplicate keys. Raises CheckpointError naming `path`."""
+    parsed = _parse(text, path, what)
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"the {what} is not a JSON object", file=path)
+    return parsed
 
+
+def _parse(text: bytes, path: Path, what: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
@@ -21,23 +27,31 @@ def parse_json(text: bytes, path: Path, what: str = "file") -> dict[str, Any]:
         return result
 
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the {what} is not JSON: {error}", file=path) from None
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"the {what} is not a JSON object", file=path)
-    return parsed
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`. Raises CheckpointError when it is missing, unreadable or not an object."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(error.strerror or str(error), file=path) from None
-    return parse_json(text, path)
+    return parse_json(_read(path), path)
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The list in `path`. Raises CheckpointError when it is missing, unreadable or not a list."""
+    parsed = _parse(_read(path), path, "file")
+    if not isinstance(parsed, list):
+        raise CheckpointError("the file is not a JSON list", file=path)
+    return parsed
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
     """The object in `path`, {} when there is no such file."""
     return read_json(path) if path.is_file() else {}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(error.strerror or str(error), file=path) from None
