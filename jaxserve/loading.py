@@ -86,7 +86,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         max_model_len=limits.max_model_len,
         max_logprobs=args.max_logprobs,
         default_sampling_params=_default_sampling(args, checkpoint),
-        eos_token_ids=_eos(config, tokenizer, checkpoint),
+        eos_token_ids=_eos(args, config, tokenizer, checkpoint),
         seed=args.seed,
         kv_cache_dtype=str(pool.dtype),
         memory_utilization=args.memory_utilization,
@@ -223,9 +223,17 @@ def _default_sampling(args: EngineArgs, checkpoint: Checkpoint | None) -> dict[s
     return defaults
 
 
-def _eos(config: ModelConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> frozenset[int]:
-    """generation_config's list goes before the config's, as in transformers; the tokenizer's joins it."""
-    listed = checkpoint.generation_config.get("eos_token_id") if checkpoint is not None else None
+def _eos(
+    args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None
+) -> frozenset[int]:
+    """generation_config's list goes before the config's, as in transformers; the tokenizer's joins it.
+
+    `generation_config="none"` drops the checkpoint's sampling defaults and keeps its ends of sequence.
+    """
+    values = _generation_config(args, checkpoint)
+    if args.generation_config == "none" and checkpoint is not None:
+        values = checkpoint.generation_config
+    listed = values.get("eos_token_id")
     ids = listed if isinstance(listed, list) else [listed] if listed is not None else config.eos_token_ids
     if not all(type(i) is int for i in ids):
         raise ConfigError(
