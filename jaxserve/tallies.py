@@ -9,12 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Literal
 
 from jaxserve.outputs import RequestMetrics, RequestOutput
 from jaxserve.request import Request
-
-EndReason = Literal["stop", "length", "abort", "error"]
 
 # Bounds that vLLM's dashboards offer as thresholds are among them.
 _FIRST_TOKEN = (
@@ -60,7 +57,7 @@ class EngineTallies:
     """
 
     def __init__(self) -> None:
-        self.ended: dict[EndReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.ended: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.prompt_tokens = 0  # of choices whose prompt has been computed, cached ones included
         self.cached_tokens = 0  # those of them that the prefix cache had
         self.step_tokens = Tally(_STEP_TOKENS)  # one value per step: positions computed

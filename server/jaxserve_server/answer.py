@@ -9,15 +9,20 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from jaxserve.errors import EngineDeadError
 from jaxserve.outputs import RequestOutput
+from jaxserve_server.access import cache_salt_of
+from jaxserve_server.deadline import rest_of_time
 from jaxserve_server.errors import to_api_error
 from jaxserve_server.generation import Usage, Work, outputs_of, submitted
-from jaxserve_server.middleware import log_fields
+from jaxserve_server.limits import charge_tokens, counts_tokens
+from jaxserve_server.middleware import arrival_time_of, log_fields, request_id_of, route_of
+from jaxserve_server.observation import Observation, trace_headers
 from jaxserve_server.protocol import GenerationBody
 from jaxserve_server.sse import EventStream
 from jaxserve_server.state import STATE
@@ -31,12 +36,14 @@ logger = logging.getLogger(__name__)
 class Answer(ABC):
     """What one HTTP request gets back: the JSON around the choices, and how a choice looks."""
 
+    operation: str  # as OpenTelemetry names it
     id_prefix: str
     whole_object: str
     chunk_object: str
 
     def __init__(self, body: GenerationBody, model: str, work: Work) -> None:
         self.body = body
+        self.model = model
         self.usage = Usage(work.prompts)
         self._head = {
             "id": f"{self.id_prefix}{uuid.uuid4().hex}",
@@ -74,9 +81,14 @@ async def respond(
     request: web.Request, engine: AsyncLLMEngine, work: Work, answer: Answer
 ) -> web.StreamResponse:
     """Submit the work and answer, streamed or not. However this ends, nothing is left in the engine."""
-    metrics = request.app[STATE].metrics
-    with submitted(engine, work) as streams:
-        async with aclosing(_watched(request, outputs_of(streams, metrics), answer)) as outputs:
+    work = replace(
+        work,
+        cache_salt=cache_salt_of(request, work.cache_salt),
+        final_only=work.final_only and not counts_tokens(request),
+    )
+    with submitted(engine, work, arrival_time_of(request)) as streams:
+        charge_tokens(request, answer.usage.prompt_tokens)
+        async with aclosing(_watched(request, outputs_of(streams), answer, work)) as outputs:
             if answer.body.stream:
                 return await _stream(request, outputs, answer)
             finals: list[RequestOutput | None] = [None] * len(streams)
@@ -89,24 +101,28 @@ async def respond(
 
 
 async def _watched(
-    request: web.Request, outputs: AsyncGenerator[tuple[int, RequestOutput]], answer: Answer
+    request: web.Request, outputs: AsyncGenerator[tuple[int, RequestOutput]], answer: Answer, work: Work
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """The outputs, counted for the usage and the log."""
-    reasons: dict[tuple[int, int], str] = {}
+    """The outputs, counted for the usage, the log and the trace."""
+    seen = Observation(
+        request_id=request_id_of(request),
+        operation=answer.operation,
+        route=route_of(request) or "",
+        model=answer.model,
+        params=work.params,
+        arrival_time=arrival_time_of(request),
+        trace_headers=trace_headers(request.headers),
+    )
     try:
-        async for index, output in outputs:
-            answer.usage.see(index, output)
-            for choice in output.outputs:
-                if choice.finish_reason is not None:
-                    reasons[index, choice.index] = choice.finish_reason
-            yield index, output
+        async with aclosing(seen.watch(outputs)) as watched:
+            async for index, output in watched:
+                answer.usage.see(index, output)
+                yield index, output
     finally:
-        log_fields(
-            request,
-            prompt_tokens=answer.usage.prompt_tokens,
-            completion_tokens=answer.usage.completion_tokens,
-            finish_reasons=",".join(reasons.values()),
-        )
+        charge_tokens(request, answer.usage.completion_tokens)
+        tracer = request.app[STATE].tracer
+        seen.trace_id = seen.trace_id if tracer is None else tracer.record(seen)
+        log_fields(request, **seen.log_fields())
 
 
 async def _stream(
@@ -116,11 +132,12 @@ async def _stream(
     try:
         await events.open()
         try:
-            for choice in answer.opening():
-                await events.send(answer.chunk(choice))
-            async for index, output in outputs:
-                for choice in answer.pieces(index, output):
+            async with rest_of_time(request):
+                for choice in answer.opening():
                     await events.send(answer.chunk(choice))
+                async for index, output in outputs:
+                    for choice in answer.pieces(index, output):
+                        await events.send(answer.chunk(choice))
             if answer.body.include_usage:
                 await events.send(answer.usage_chunk())
         except ConnectionError:

@@ -13,7 +13,6 @@ from jaxserve.errors import ContextLengthError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve_server.logprobs import TextOffsets, TokenText
-from jaxserve_server.metrics import Metrics
 from jaxserve_server.protocol import GenerationBody
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Work:
 
 
 @contextmanager
-def submitted(engine: AsyncLLMEngine, work: Work) -> Iterator[list[RequestStream]]:
+def submitted(engine: AsyncLLMEngine, work: Work, arrival_time: float) -> Iterator[list[RequestStream]]:
     """The engine's streams of all prompts; whatever ends the block, they are aborted and their pages free."""
     streams: list[RequestStream] = []
     try:
@@ -65,6 +64,7 @@ def submitted(engine: AsyncLLMEngine, work: Work) -> Iterator[list[RequestStream
                 priority=work.priority,
                 cache_salt=work.cache_salt,
                 final_only=work.final_only,
+                arrival_time=arrival_time,
             )
             streams.append(stream)
         yield streams
@@ -73,14 +73,10 @@ def submitted(engine: AsyncLLMEngine, work: Work) -> Iterator[list[RequestStream
             stream.abort()
 
 
-async def outputs_of(
-    streams: Sequence[RequestStream], metrics: Metrics
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
+async def outputs_of(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """(prompt index, cumulative output) as they come, from any of the streams, until all are finished."""
-    observers = [metrics.observer() for _ in streams]
     if len(streams) == 1:
         async for output in streams[0]:
-            observers[0].see(output)
             yield 0, output
         return
     iterators = [aiter(stream) for stream in streams]
@@ -95,7 +91,6 @@ async def outputs_of(
                 except StopAsyncIteration:
                     continue
                 waiting[asyncio.ensure_future(anext(iterators[index]))] = index
-                observers[index].see(output)
                 yield index, output
     finally:
         for task in waiting:

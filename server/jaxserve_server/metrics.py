@@ -1,45 +1,261 @@
 """Prometheus metrics: `jaxserve_*`, and vLLM's names for those that mean the same there.
 
-Counts and times of requests are observed as outputs pass by; gauges and the engine's own counters are read
-from `engine.stats()` when somebody scrapes.
+What concerns the engine is read from its counters when somebody scrapes, which never waits for it; the server
+itself counts HTTP requests, refusals and clients that left.
+
+As in vLLM, a request with n choices counts n times, but in `request_params_n` and
+`request_max_num_generation_tokens`. Times are intervals of the engine's thread; only those that begin at
+"arrival" include the server's part: they begin when the request's head has been read.
+
+Names in vLLM's dashboards that are not offered, because the thing does not exist here: `num_requests_swapped`
+and `cpu_cache_usage_perc` (pages never move to the host), `gpu_prefix_cache_hit_rate` (a rate: divide hits by
+queries), `external_prefix_cache_*`, `mm_cache_*`, `lora_requests_info`, `spec_decode_*`, `kv_block_*`,
+`kv_offload_*` and `nixl_*`, `avg_*_throughput_toks_per_s` (rates of the token counters),
+`http_request_size_bytes` and `http_response_size_bytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from jaxserve.outputs import RequestOutput
+import jaxserve
+from jaxserve.tallies import EngineTallies, Tally
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
+    from jaxserve.engine import EngineStats
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["FIGURES", "Figure", "Metrics"]
 
-_OWN = "jaxserve_"
-_VLLM = "vllm:"
-# Dashboards and autoscalers made for vLLM find these under vLLM's name too (`jaxserve_x` as `vllm:x`).
-_SHARED_WITH_VLLM = frozenset(
-    "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens "
-    "request_success num_preemptions prefix_cache_queries prefix_cache_hits time_to_first_token_seconds "
-    "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds "
-    "request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens "
-    "request_generation_tokens".split()
+_HTTP_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_PROBES = frozenset({"health", "ready", "startup", "metrics", "version"})
+
+
+@dataclass(frozen=True)
+class _View:
+    """The engine at one moment."""
+
+    stats: EngineStats
+    tallies: EngineTallies
+    cache: dict[str, str]
+
+
+_Value = float | Mapping[str, float] | Tally
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One metric of the engine: `jaxserve_<name>`, and `vllm:<name>` for each of `vllm`."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    text: str
+    read: Callable[[_View], _Value]  # a mapping where there is a label
+    vllm: tuple[str, ...] = ()
+    label: str | None = None
+
+
+def _counter(name: str, text: str, read: Callable[[_View], _Value], *vllm: str) -> Figure:
+    return Figure("counter", name, text, read, vllm)
+
+
+def _gauge(name: str, text: str, read: Callable[[_View], _Value], *vllm: str) -> Figure:
+    return Figure("gauge", name, text, read, vllm)
+
+
+def _histogram(name: str, text: str, read: Callable[[EngineTallies], Tally], *vllm: str) -> Figure:
+    return Figure("histogram", name, text, lambda view: read(view.tallies), vllm or (name,))
+
+
+FIGURES = (
+    _gauge(
+        "num_requests_running",
+        "Choices that hold pages and are computed.",
+        lambda view: view.stats.num_running,
+        "num_requests_running",
+    ),
+    _gauge(
+        "num_requests_waiting",
+        "Choices that wait to be admitted, preempted ones included.",
+        lambda view: view.stats.num_waiting,
+        "num_requests_waiting",
+    ),
+    Figure(
+        "gauge",
+        "num_requests_waiting_by_reason",
+        "Waiting choices by what they wait for; here it is always capacity.",
+        lambda view: {"capacity": view.stats.num_waiting, "deferred": 0},
+        ("num_requests_waiting_by_reason",),
+        "reason",
+    ),
+    _gauge(
+        "kv_cache_usage_perc",
+        "Share of the pages that requests hold, 1 is all; free pages that still cache a prefix do not count.",
+        lambda view: view.stats.pages_used / max(view.stats.pages_total, 1),
+        "kv_cache_usage_perc",
+        "gpu_cache_usage_perc",
+    ),
+    Figure(
+        "gauge",
+        "engine_sleep_state",
+        "1 for the state that the engine is in; it never sleeps.",
+        lambda view: {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
+        ("engine_sleep_state",),
+        "sleep_state",
+    ),
+    Figure(
+        "gauge",
+        "pages",
+        "Pages of the pool by state: total = used + free, and free includes cached.",
+        lambda view: {s: getattr(view.stats, f"pages_{s}") for s in ("total", "used", "cached", "free")},
+        (),
+        "state",
+    ),
+    _gauge(
+        "step_age_seconds",
+        "How long the step now running has run; 0 between steps.",
+        lambda view: view.stats.last_step_age or 0.0,
+    ),
+    _counter(
+        "prompt_tokens",
+        "Prompt tokens of choices whose prompt has been computed, cached ones included.",
+        lambda view: view.tallies.prompt_tokens,
+        "prompt_tokens",
+    ),
+    _counter(
+        "prompt_tokens_cached",
+        "Those of prompt_tokens that the prefix cache had.",
+        lambda view: view.tallies.cached_tokens,
+        "prompt_tokens_cached",
+    ),
+    Figure(
+        "counter",
+        "prompt_tokens_by_source",
+        "prompt_tokens by where their keys and values came from; nothing comes from another instance.",
+        lambda view: {
+            "local_compute": view.tallies.prompt_tokens - view.tallies.cached_tokens,
+            "local_cache_hit": view.tallies.cached_tokens,
+            "external_kv_transfer": 0,
+        },
+        ("prompt_tokens_by_source",),
+        "source",
+    ),
+    _counter(
+        "generation_tokens",
+        "Tokens generated.",
+        lambda view: view.stats.generation_tokens,
+        "generation_tokens",
+    ),
+    Figure(
+        "counter",
+        "request_success",
+        "Choices that ended, by why: abort is a client that left or a timeout, error a failed engine.",
+        lambda view: dict(view.tallies.ended),
+        ("request_success",),
+        "finished_reason",
+    ),
+    _counter(
+        "num_preemptions",
+        "Running choices that gave their pages up and were computed anew later.",
+        lambda view: view.stats.num_preemptions,
+        "num_preemptions",
+    ),
+    _counter(
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda view: view.stats.prefix_queries,
+        "prefix_cache_queries",
+        "gpu_prefix_cache_queries",
+    ),
+    _counter(
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda view: view.stats.prefix_hits,
+        "prefix_cache_hits",
+        "gpu_prefix_cache_hits",
+    ),
+    _counter("compilations", "Programs compiled since the start.", lambda view: view.stats.num_compilations),
+    _counter("steps", "Steps run.", lambda view: view.stats.num_steps),
+    _histogram(
+        "iteration_tokens_total",
+        "Tokens computed in a step, of prompts and outputs; cached ones are not.",
+        lambda tallies: tallies.step_tokens,
+    ),
+    _histogram(
+        "time_to_first_token_seconds",
+        "From arrival to the first token: tokenising, queue and prefill.",
+        lambda tallies: tallies.first_token,
+    ),
+    _histogram(
+        "inter_token_latency_seconds",
+        "Between two tokens of a choice, one value per token, whether it is streamed or not.",
+        lambda tallies: tallies.token_gap,
+        "inter_token_latency_seconds",
+        "time_per_output_token_seconds",
+    ),
+    _histogram(
+        "request_time_per_output_token_seconds",
+        "Mean time between the tokens of a choice; 0 where there is one token.",
+        lambda tallies: tallies.mean_token_gap,
+    ),
+    _histogram(
+        "e2e_request_latency_seconds",
+        "From arrival to the end, aborted choices included.",
+        lambda tallies: tallies.latency,
+    ),
+    _histogram(
+        "request_queue_time_seconds", "From the queue to the first step.", lambda tallies: tallies.queue
+    ),
+    _histogram(
+        "request_prefill_time_seconds",
+        "From the first step to the first token.",
+        lambda tallies: tallies.prefill,
+    ),
+    _histogram(
+        "request_decode_time_seconds",
+        "From the first token to the last, preemptions included.",
+        lambda tallies: tallies.decode,
+    ),
+    _histogram(
+        "request_inference_time_seconds",
+        "From the first step to the last token.",
+        lambda tallies: tallies.inference,
+    ),
+    _histogram(
+        "request_prompt_tokens", "Prompt tokens of an ended choice.", lambda tallies: tallies.prompt_length
+    ),
+    _histogram(
+        "request_generation_tokens",
+        "Generated tokens of an ended choice.",
+        lambda tallies: tallies.output_length,
+    ),
+    _histogram(
+        "request_params_max_tokens",
+        "max_tokens of an ended choice, where the request gave one.",
+        lambda tallies: tallies.max_tokens,
+    ),
+    _histogram("request_params_n", "n of an ended request.", lambda tallies: tallies.choices),
+    _histogram(
+        "request_max_num_generation_tokens",
+        "Generated tokens of a request's longest choice.",
+        lambda tallies: tallies.longest_output,
+    ),
 )
-
-_LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
-_TOKEN_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
-_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_TOKEN_BUCKETS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
 class Metrics:
-    """All metrics of one server; `observer()` gives each prompt the object that watches its outputs."""
+    """All metrics of one server."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
@@ -47,51 +263,31 @@ class Metrics:
         self._inner = CollectorRegistry()
         self._registry = CollectorRegistry()
         self._registry.register(_Families(self._collect))
-
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            family = Histogram(
-                _OWN + name, text, ["model_name"], buckets=tuple(buckets), registry=self._inner
-            )
-            return family.labels(model_name)
-
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _LATENCY_BUCKETS
-        )
-        self.token_gap = histogram(
-            "inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN_GAP_BUCKETS
-        )
-        self.latency = histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_BUCKETS
-        )
-        self.queue_time = histogram(
-            "request_queue_time_seconds", "From arrival to the first step.", _REQUEST_BUCKETS
-        )
-        self.prefill_time = histogram(
-            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST_BUCKETS
-        )
-        self.decode_time = histogram(
-            "request_decode_time_seconds", "From the first token to the last.", _REQUEST_BUCKETS
-        )
-        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKEN_BUCKETS)
-        self.output_length = histogram(
-            "request_generation_tokens", "Generated tokens of a choice.", _TOKEN_BUCKETS
-        )
+        ProcessCollector(registry=self._registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_OWN + name, text, ["model_name", *labels], registry=self._inner)
+            return Counter(name, text, ["model_name", *labels], registry=self._inner)
 
-        self._success = counter("request_success", "Finished choices.", "finished_reason")
-        self._rejections = counter("request_rejections", "Requests answered with an error.", "reason")
-        self._disconnects = counter("disconnect_aborts", "Requests aborted because their client left.")
-        for reason in ("stop", "length", "abort"):
-            self._success.labels(model_name, reason)
+        self._rejections = counter(
+            "jaxserve_request_rejections", "Requests answered with an error, by its code or status.", "reason"
+        )
+        self._disconnects = counter(
+            "jaxserve_disconnect_aborts", "HTTP requests that ended because their client left."
+        )
         self._disconnects.labels(model_name)
-
-    def observer(self) -> RequestObserver:
-        return RequestObserver(self)
-
-    def finished(self, reason: str) -> None:
-        self._success.labels(self.model_name, reason).inc()
+        # As vLLM's HTTP instrumentation names and labels them; probes, /metrics and /version are left out.
+        self._http = counter(
+            "http_requests",
+            "Requests by route, method and class of status; 'disconnected' where the client left first.",
+            *("handler", "method", "status"),
+        )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "From a request's head to the end of its answer, streams included.",
+            ["model_name", "handler", "method"],
+            buckets=_HTTP_SECONDS,
+            registry=self._inner,
+        )
 
     def rejected(self, reason: str) -> None:
         self._rejections.labels(self.model_name, reason).inc()
@@ -99,97 +295,81 @@ class Metrics:
     def disconnected(self) -> None:
         self._disconnects.labels(self.model_name).inc()
 
-    def exposition(self) -> bytes:
-        """The page that Prometheus scrapes."""
-        return generate_latest(self._registry)
+    def http_ended(self, route: str | None, method: str, status: int | None, seconds: float) -> None:
+        """An HTTP request has ended.
+
+        Args:
+            route: the pattern that its path matched, never the path; None for no such path.
+            method: as the client gave it.
+            status: None where the client left before there was one.
+            seconds: since its head was read.
+        """
+        if route is not None and route.rsplit("/", 1)[-1] in _PROBES:
+            return
+        labels = (self.model_name, route or "none", method if method in _METHODS else "other")
+        self._http.labels(*labels, "disconnected" if status is None else f"{status // 100}xx").inc()
+        self._http_seconds.labels(*labels).observe(seconds)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """What a scraper reads, and its content type, in the format that the Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
     def _collect(self) -> Iterator[Metric]:
-        for family in [*self._inner.collect(), *self._engine_families()]:
+        for family in self._inner.collect():
+            # Times of creation nobody reads; they would double the page.
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
-            name = family.name.removeprefix(_OWN)
-            if name in _SHARED_WITH_VLLM:
-                yield _renamed(family, _VLLM + name)
-
-    def _engine_families(self) -> Iterator[Metric]:
+        yield _info("jaxserve_build_info", "Versions of this server.", self._labels() | _versions())
         if self.engine is None:
             return
-        stats = self.engine.stats()
-        label = [self.model_name]
-        gauges = {
-            "num_requests_running": (stats.num_running, "Requests that hold pages."),
-            "num_requests_waiting": (stats.num_waiting, "Requests that wait to be admitted."),
-            "kv_cache_usage_perc": (
-                stats.pages_used / max(stats.pages_total, 1),
-                "Share of the page pool that requests hold; 1 is all of it.",
-            ),
-            "step_age_seconds": (stats.last_step_age or 0.0, "How long the step now running has run."),
-        }
-        for name, (value, text) in gauges.items():
-            gauge = GaugeMetricFamily(_OWN + name, text, labels=["model_name"])
-            gauge.add_metric(label, value)
-            yield gauge
-        pages = GaugeMetricFamily(
-            _OWN + "pages", "Pages of the pool by state.", labels=["model_name", "state"]
-        )
-        for state in ("total", "used", "cached", "free"):
-            pages.add_metric([*label, state], getattr(stats, f"pages_{state}"))
-        yield pages
-        counters = {
-            "prompt_tokens": (stats.prompt_tokens, "Prompt tokens processed."),
-            "generation_tokens": (stats.generation_tokens, "Tokens generated."),
-            "num_preemptions": (stats.num_preemptions, "Preemptions for lack of pages."),
-            "prefix_cache_queries": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache."),
-            "prefix_cache_hits": (stats.prefix_hits, "Prompt tokens found in the prefix cache."),
-            "compilations": (stats.num_compilations, "Programs compiled since the start."),
-            "steps": (stats.num_steps, "Steps run."),
-        }
-        for name, (count, text) in counters.items():
-            counter = CounterMetricFamily(_OWN + name, text, labels=["model_name"])
-            counter.add_metric(label, count)
-            yield counter
+        view = _View(self.engine.stats(), self.engine.tallies, self.engine.cache_info())
+        own = self._labels()
+        vllm = own | {"engine": "0"}
+        for prefix, labels in (("jaxserve_", own), ("vllm:", vllm)):
+            yield _info(f"{prefix}cache_config_info", "How the pool is set up.", labels | view.cache)
+        for figure in FIGURES:
+            value = figure.read(view)
+            yield _family(figure, f"jaxserve_{figure.name}", own, value)
+            for name in figure.vllm:
+                yield _family(figure, f"vllm:{name}", vllm, value)
+
+    def _labels(self) -> dict[str, str]:
+        return {"model_name": self.model_name}
 
 
-class RequestObserver:
-    """Watches the cumulative outputs of one prompt."""
+def _versions() -> dict[str, str]:
+    return {
+        "version": jaxserve.__version__,
+        "jax_version": version("jax"),
+        "python_version": platform.python_version(),
+    }
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._num_tokens = 0  # of the longest choice
-        self._last_token_time: float | None = None
-        self._finished: set[int] = set()
 
-    def see(self, output: RequestOutput) -> None:
-        times = output.metrics
-        num_tokens = max((len(choice.token_ids) for choice in output.outputs), default=0)
-        if num_tokens > self._num_tokens and times.last_token_time is not None:
-            if self._last_token_time is None:
-                first = times.first_token_time or times.last_token_time
-                self._metrics.first_token.observe(first - times.arrival_time)
-                self._num_tokens, self._last_token_time = 1, first
-            gained = num_tokens - self._num_tokens  # more than one where outputs were coalesced
-            for _ in range(gained):
-                self._metrics.token_gap.observe((times.last_token_time - self._last_token_time) / gained)
-            self._num_tokens, self._last_token_time = num_tokens, times.last_token_time
-        for choice in output.outputs:
-            if choice.finish_reason is not None and choice.index not in self._finished:
-                self._finished.add(choice.index)
-                self._metrics.finished(choice.finish_reason)
-                self._metrics.output_length.observe(len(choice.token_ids))
-        if output.finished:
-            self._see_end(output)
+def _info(name: str, text: str, labels: Mapping[str, str]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
+    return family
 
-    def _see_end(self, output: RequestOutput) -> None:
-        metrics, times = self._metrics, output.metrics
-        metrics.prompt_length.observe(len(output.prompt_token_ids))
-        spans = (
-            (metrics.queue_time, times.arrival_time, times.first_scheduled_time),
-            (metrics.prefill_time, times.first_scheduled_time, times.first_token_time),
-            (metrics.decode_time, times.first_token_time, times.last_token_time),
-            (metrics.latency, times.arrival_time, times.finished_time),
-        )
-        for histogram, start, end in spans:
-            if start is not None and end is not None:
-                histogram.observe(end - start)
+
+def _family(figure: Figure, name: str, labels: Mapping[str, str], value: _Value) -> Metric:
+    names, values = list(labels), list(labels.values())
+    if isinstance(value, Tally):
+        histogram = HistogramMetricFamily(name, figure.text, labels=names)
+        bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, value.cumulative()), strict=True))
+        histogram.add_metric(values, buckets, value.total)
+        return histogram
+    family: CounterMetricFamily | GaugeMetricFamily
+    of_kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
+    if isinstance(value, Mapping):
+        family = of_kind(name, figure.text, labels=[*names, figure.label or ""])
+        for key, number in value.items():
+            family.add_metric([*values, key], number)
+    else:
+        family = of_kind(name, figure.text, labels=names)
+        family.add_metric(values, value)
+    return family
 
 
 class _Families(Collector):
@@ -203,10 +383,3 @@ class _Families(Collector):
 
     def describe(self) -> Iterable[Metric]:
         return ()  # all names are ours: nothing to check for doubles
-
-
-def _renamed(family: Metric, name: str) -> Metric:
-    """The same family under another name."""
-    copy = Metric(name, family.documentation, family.type, family.unit)
-    copy.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
-    return copy

@@ -11,6 +11,7 @@ from jaxserve_server.config import ServerConfig
 from jaxserve_server.errors import ApiError
 from jaxserve_server.lifecycle import Lifecycle
 from jaxserve_server.metrics import Metrics
+from jaxserve_server.tracing import Tracer
 
 
 @dataclass
@@ -21,6 +22,7 @@ class ServerState:
     model_names: tuple[str, ...]  # the first is the default
     lifecycle: Lifecycle
     metrics: Metrics
+    tracer: Tracer | None = None
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
 
     def model_name(self, asked: str) -> str:

@@ -22,6 +22,7 @@ from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import Logprob
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.tallies import EngineTallies
 from jaxserve.tokenizer import Tokenizer
 from jaxserve_checkpoints import TokenizerAssets
 
@@ -98,6 +99,7 @@ class FakeEngine:
         self.error: BaseException | None = None
         self.is_ready, self.is_dead = True, False
         self.counts = Stats()
+        self.tallies = EngineTallies()
 
     def pause(self) -> None:
         self.running.clear()
@@ -114,6 +116,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         final_only: bool = False,
+        arrival_time: float | None = None,
     ) -> FakeStream:
         if self.is_dead:
             raise EngineDeadError("dead")
@@ -122,9 +125,15 @@ class FakeEngine:
             raise QueueFullError(f"{len(self.streams)} requests wait")
         self.seen.append((list(prompt), params, {"priority": priority, "cache_salt": cache_salt}))
         stream = FakeStream(self, request_id or uuid.uuid4().hex, list(prompt), params, final_only)
+        for request in stream.requests:
+            request.metrics.queued_time = request.metrics.arrival_time
+            request.metrics.arrival_time = arrival_time or request.metrics.arrival_time
         self.streams[stream.request_id] = stream
         self.counts.prompt_tokens += len(prompt)
         return stream
+
+    def cache_info(self) -> dict[str, str]:
+        return {"block_size": "16", "num_gpu_blocks": "100", "cache_dtype": "float32"}
 
     def stats(self) -> Stats:
         self.counts.num_running = len(self.streams)
@@ -156,11 +165,11 @@ class FakeStream:
         self._engine = engine
         self._params = params
         self._texts = OutputProcessor(engine.tokenizer)
-        self._requests = [
+        self.requests = [
             Request(f"{request_id}-{j}", prompt, params, eos_token_ids=frozenset({EOS}))
             for j in range(params.n)
         ]
-        self._texts.add(request_id, None, self._requests, params)
+        self._texts.add(request_id, None, self.requests, params)
         if params.prompt_logprobs is not None:
             entries = [self._logprobs(token, params.prompt_logprobs) for token in prompt[1:]]
             self._texts.set_prompt_logprobs(request_id, [None, *entries])
@@ -169,6 +178,10 @@ class FakeStream:
     def abort(self) -> None:
         if self._engine.streams.pop(self.request_id, None) is not None:
             self._engine.aborted.append(self.request_id)
+            for request in self.requests:
+                request.metrics.finished_time = request.metrics.finished_time or time.monotonic()
+            self._texts.abort(self.request_id)
+            self._engine.tallies.request_ended(self.requests, self._texts.snapshot(self.request_id))
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -187,18 +200,19 @@ class FakeStream:
         await engine.running.wait()
         if engine.is_dead or self._steps == engine.fail_after:
             raise EngineDeadError("the engine stopped")
-        for j, request in enumerate(self._requests):
+        for j, request in enumerate(self.requests):
             if request.finish_reason is None:
                 self._step(request, j)
         self._steps += 1
         output = self._texts.snapshot(self.request_id)
         if output.finished:
             del engine.streams[self.request_id]
+            engine.tallies.request_ended(self.requests, output)
         return output
 
     def _step(self, request: Request, j: int) -> None:
         params, engine, times = self._params, self._engine, request.metrics
-        times.first_scheduled_time = times.first_scheduled_time or times.arrival_time
+        times.first_scheduled_time = times.first_scheduled_time or time.monotonic()
         if params.max_tokens != 0:
             i = self._steps
             place = (len(request.prompt_token_ids) + i + j) % len(engine.alphabet)
@@ -206,7 +220,9 @@ class FakeStream:
             token = EOS if ends else engine.alphabet[place]
             request.output_token_ids.append(token)
             engine.counts.generation_tokens += 1
-            times.last_token_time = time.monotonic()
+            now = time.monotonic()
+            engine.tallies.token(request, now)
+            times.last_token_time = now
             times.first_token_time = times.first_token_time or times.last_token_time
             logprobs = None if params.logprobs is None else self._logprobs(token, params.logprobs)
             hit = self._texts.process(request, token, logprobs)
