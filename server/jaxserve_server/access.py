@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class ApiKey:
 
 API_KEY = web.RequestKey("api_key", ApiKey)
 _NUMBERS = ("requests-per-minute", "tokens-per-minute", "concurrency")
+_NUMBER = re.compile("[1-9][0-9]{0,14}")
 _FIELDS = ("name", *_NUMBERS, "cache-salt")
 
 
@@ -104,7 +106,7 @@ def _key(key: str, words: Iterable[str], default_name: str) -> ApiKey:
             raise ValueError(f"{name} is given twice")
         if not value:
             raise ValueError(f"{name} has no value")
-        if name in _NUMBERS and not (value.isascii() and value.isdigit() and 0 < int(value) < 2**53):
+        if name in _NUMBERS and not _NUMBER.fullmatch(value):
             raise ValueError(f"{name} must be a whole number of at least 1")
         fields[name] = value
     numbers = {name.replace("-", "_"): int(fields[name]) for name in _NUMBERS if name in fields}

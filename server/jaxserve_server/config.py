@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError
+
+# A scheme, a host, maybe a port, as browsers write it: no path, nothing in upper case.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#A-Z]+)(:\d{1,5})?")
 
 
 def _flag(default: Any, help_text: str, **extra: Any) -> Any:
@@ -27,14 +31,30 @@ class ServerConfig:
         (), "a key that clients must send as `Authorization: Bearer KEY`; give the flag once for each key"
     )
     api_keys_file: str | None = _flag(
-        None, "a file with one key a line (empty lines and lines that begin with # are skipped)"
+        None,
+        "a file with one key a line, and after it `name=` for the log and the key's limits: "
+        "`requests-per-minute=` `tokens-per-minute=` `concurrency=` `cache-salt=`; # begins a comment",
     )
+    metrics_without_key: bool = _flag(False, "answer /metrics without a key, as the probes are")
     allowed_origins: tuple[str, ...] = _flag(
         (), "a web origin that browsers may call from, such as https://example.org, or *; repeatable"
     )
     root_path: str = _flag("", "serve every route under this prefix too, such as /llm behind a proxy")
     ssl_certfile: str | None = _flag(None, "PEM certificate chain; serves HTTPS")
     ssl_keyfile: str | None = _flag(None, "PEM private key of --ssl-certfile, when it is in another file")
+    admin_port: int | None = _flag(
+        None,
+        "also listen on this port of the loopback interface for /reset_prefix_cache and /server_info; "
+        "0 picks a free one and prints it",
+    )
+    request_timeout: float | None = _flag(
+        None, "seconds that a request may take, waiting included, before it is stopped with an error"
+    )
+    step_timeout: float = _flag(
+        600.0,
+        "seconds that one step of the engine may take before the server counts as dead and ends; "
+        "compiling is not counted",
+    )
     drain_timeout: float = _flag(
         30.0, "seconds that running requests get to finish after SIGTERM before they are ended with an error"
     )
@@ -42,29 +62,30 @@ class ServerConfig:
     log_requests: bool = _flag(
         False, "log one line per request: route, status, token counts, time; never prompts or outputs"
     )
+    otlp_traces_endpoint: str | None = _flag(
+        None,
+        "send a trace of each request there, such as http://collector:4318/v1/traces; needs jaxserve[otel]",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in 0..65535, not {self.port}")
-        if self.drain_timeout < 0:
+        if self.admin_port is not None and not 0 <= self.admin_port <= 65535:
+            raise ConfigError(f"admin_port must be in 0..65535, not {self.admin_port}")
+        if not 0 <= self.drain_timeout < math.inf:
             raise ConfigError(f"drain_timeout must not be negative, not {self.drain_timeout}")
+        for name in ("request_timeout", "step_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ConfigError(f"{name} must be above 0, not {seconds}")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins: {origin!r} is neither * nor an origin such as https://example.org"
+                )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, not {self.root_path!r}")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
         if not all((*self.api_key, *self.served_model_name)):
             raise ConfigError("api_key and served_model_name must not be empty")
-
-    def keys(self) -> tuple[bytes, ...]:
-        """Every key that opens the server; empty means that no key is asked for."""
-        keys = list(self.api_key)
-        if self.api_keys_file is not None:
-            lines = [line.strip() for line in Path(self.api_keys_file).read_text("utf-8").splitlines()]
-            from_file = [line for line in lines if line and not line.startswith("#")]
-            if not from_file:
-                raise ConfigError(f"{self.api_keys_file} holds no key")
-            for number, key in enumerate(lines, 1):
-                if len(key.split()) > 1 and not key.startswith("#"):
-                    raise ConfigError(f"{self.api_keys_file} line {number}: one key a line, nothing else")
-            keys += from_file
-        return tuple(key.encode() for key in keys)

@@ -60,6 +60,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
         case EngineDeadError():
             return ApiError(500, "the engine stopped before the request was finished", code="engine_dead")
+        case web.RequestPayloadError():
+            return ApiError(400, "the request body is not valid: its chunks or its length are wrong")
         case web.HTTPException():
             message = _HTTP_MESSAGES.get(error.status, error.reason.lower())
             headers = {k: v for k, v in error.headers.items() if k == "Allow"}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 from aiohttp import web
 
+from jaxserve_server.access import API_KEY, ApiKey, find_key
+from jaxserve_server.connection import check_header
 from jaxserve_server.errors import ApiError, to_api_error
+from jaxserve_server.limits import LIMITS
+from jaxserve_server.logs import current_request_id
 from jaxserve_server.state import STATE
 
 access_logger = logging.getLogger("jaxserve_server.access")
@@ -22,9 +24,15 @@ access_logger = logging.getLogger("jaxserve_server.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = web.RequestKey("request_id", str)
+_ARRIVAL_TIME = web.RequestKey("arrival_time", float)
 _LOG_FIELDS = web.RequestKey("log_fields", dict[str, Any])
 _OPEN_ATTRIBUTE = "_jaxserve_open"
 
+_EXPOSED_HEADERS = (
+    "X-Request-Id, Retry-After, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+    "x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, "
+    "x-ratelimit-reset-tokens"
+)
 _ACCEPTABLE_ID = re.compile(r"[!-~]{1,128}")
 _ACCEPTABLE_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
@@ -33,6 +41,25 @@ def open_to_all(handler: Handler) -> Handler:
     """Marks a handler that answers without a key (probes)."""
     setattr(handler, _OPEN_ATTRIBUTE, True)
     return handler
+
+
+def is_open(handler: Any) -> bool:
+    """Whether the handler answers without a key."""
+    return getattr(handler, _OPEN_ATTRIBUTE, False)
+
+
+def request_id_of(request: web.Request) -> str:
+    return request[_REQUEST_ID]
+
+
+def arrival_time_of(request: web.Request) -> float:
+    """When its head had been read, of `time.monotonic`."""
+    return request[_ARRIVAL_TIME]
+
+
+def route_of(request: web.Request) -> str | None:
+    """The pattern that its path matched, never the path itself."""
+    return getattr(request.match_info.route.resource, "canonical", None)
 
 
 def log_fields(request: web.Request, **fields: Any) -> None:
@@ -48,11 +75,15 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
     given = request.headers.get("X-Request-Id", "")
     request[_REQUEST_ID] = given if _ACCEPTABLE_ID.fullmatch(given) else uuid.uuid4().hex
     request[_LOG_FIELDS] = {}
-    start = time.monotonic()
-    status: int | str = "disconnected"
+    start = request[_ARRIVAL_TIME] = time.monotonic()
+    in_logs = current_request_id.set(request[_REQUEST_ID])
+    status: int | None = None
     try:
         try:
-            if request.host and not _ACCEPTABLE_HOST.fullmatch(request.host):
+            check_header(request)
+            # Not request.host, which asks the resolver for this machine's name where there is no header.
+            host = request.headers.get("Host")
+            if host and not _ACCEPTABLE_HOST.fullmatch(host):
                 raise ApiError(400, "the Host header is not valid")
             response = await handler(request)
         except Exception as error:
@@ -64,17 +95,20 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
         state.metrics.disconnected()
         raise
     finally:
+        seconds = time.monotonic() - start
+        state.metrics.http_ended(route_of(request), request.method, status, seconds)
         if state.config.log_requests:
             logged = request[_LOG_FIELDS]
             fields = {
                 "request_id": request[_REQUEST_ID],
                 "method": request.method,
-                "route": getattr(request.match_info.route.resource, "canonical", "-"),
-                "status": status,
-                "seconds": round(time.monotonic() - start, 3),
+                "route": route_of(request) or "-",
+                "status": "disconnected" if status is None else status,
+                "seconds": round(seconds, 3),
                 **logged,
             }
             access_logger.info("request", extra={"fields": fields})
+        current_request_id.reset(in_logs)
 
 
 def _error_response(request: web.Request, error: Exception) -> web.Response:
@@ -94,7 +128,7 @@ async def cross_origin(request: web.Request, handler: Handler) -> web.StreamResp
         return web.Response(
             status=204,
             headers={
-                "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+                "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
                 "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
                 "Access-Control-Max-Age": "600",
             },
@@ -110,24 +144,19 @@ def _allowed_origin(request: web.Request) -> str | None:
     return origin if origin in allowed else None
 
 
-def authenticate(keys: tuple[bytes, ...]) -> Any:
-    """Middleware: one of `keys` opens every path but those whose handler is marked open."""
-    digests = [hashlib.sha256(key).digest() for key in keys]
+def authenticate(keys: Sequence[ApiKey], also_open: Container[Handler] = ()) -> Any:
+    """Middleware: one of `keys` opens every path but those whose handler is marked open or in `also_open`.
+
+    Decided on the matched route: a path that matches none asks for a key too.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if digests and not getattr(request.match_info.handler, _OPEN_ATTRIBUTE, False):
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-            # All keys are compared, and digests of one length: the time tells nothing.
-            matches = [hmac.compare_digest(digest, given) for digest in digests]
-            if scheme.lower() != "bearer" or not any(matches):
-                raise ApiError(
-                    401,
-                    "a valid API key is needed: Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+        matched = request.match_info.handler
+        if keys and not is_open(matched) and matched not in also_open:
+            key = find_key(keys, request.headers.get("Authorization", ""))
+            request[API_KEY] = key
+            log_fields(request, api_key=key.name)
         return await handler(request)
 
     return middleware
@@ -138,9 +167,13 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     request_id = request.get(_REQUEST_ID)
     if request_id is not None:
         response.headers["X-Request-Id"] = request_id
+    limits = request.get(LIMITS)
+    if limits is not None:
+        response.headers.update(limits.headers())
+    allowed = request.app[STATE].config.allowed_origins
+    if allowed and "*" not in allowed:
+        response.headers["Vary"] = "Origin"  # without an origin too: a cache would give that answer to all
     origin = _allowed_origin(request)
     if origin is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
-        if origin != "*":
-            response.headers["Vary"] = "Origin"
+        response.headers["Access-Control-Expose-Headers"] = _EXPOSED_HEADERS

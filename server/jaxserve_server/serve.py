@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from jaxserve.errors import ConfigError
-from jaxserve_server.app import create_app, create_runner
+from jaxserve_server.app import create_app
 from jaxserve_server.config import ServerConfig
+from jaxserve_server.connection import create_runner
 from jaxserve_server.lifecycle import Lifecycle
 from jaxserve_server.state import STATE
 

@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine
 
-from jaxserve_server.app import create_app, create_runner
+from jaxserve_server.app import create_app
 from jaxserve_server.config import ServerConfig
+from jaxserve_server.connection import create_runner
 from jaxserve_server.lifecycle import Lifecycle
 from jaxserve_server.state import STATE
 
@@ -64,11 +65,11 @@ def messages(*contents):
 
 
 @contextlib.asynccontextmanager
-async def running(engine, config=None, names=("fake",), load=None):
+async def running(engine, config=None, names=("fake",), load=None, **runner_settings):
     lifecycle = Lifecycle(load or (lambda: engine))
     app = create_app(config or ServerConfig(), lifecycle, names)
     server = TestServer(app)
-    runner = create_runner(app)
+    runner = create_runner(app, **runner_settings)
 
     async def make_runner(**_):
         return runner
