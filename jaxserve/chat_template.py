@@ -2,8 +2,8 @@
 
 The environment is that of transformers (`utils/chat_template_utils.py`): sandboxed and immutable,
 `trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not
-escape HTML, and a `{% generation %}` tag that changes nothing. Templates are trusted with time, not with
-memory: the text is capped.
+escape HTML, and a `{% generation %}` tag that changes nothing. Time, memory and the text's length are
+bounded (see `template_sandbox`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.template_sandbox import RENDER_SECONDS, BoundedEnvironment, TemplateLimitError, limited
 
 # Characters of one rendered conversation: a million tokens and more, and far below what hurts a server.
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
+
+_MAX_TIME_FORMAT = 256  # characters
 
 # Names a caller's template variables may not take: what the render call sets itself, and the arguments of
 # transformers' apply_chat_template that are no template variables at all.
@@ -79,6 +81,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > _MAX_TIME_FORMAT:
+        raise TemplateLimitError("the chat template's time format is too long")
     return datetime.now().strftime(format)
 
 
@@ -95,11 +99,11 @@ def _tojson(
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.set_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -239,14 +243,20 @@ class ChatTemplate:
         source: the Jinja text; None where the checkpoint has none.
         special_tokens: `bos_token`, `eos_token` and others by name, as the template knows them.
         max_chars: cap on the rendered text, in characters.
+        max_seconds: cap on a rendering's time.
     """
 
     def __init__(
-        self, source: str | None, special_tokens: dict[str, str], max_chars: int = MAX_RENDERED_CHARS
+        self,
+        source: str | None,
+        special_tokens: dict[str, str],
+        max_chars: int = MAX_RENDERED_CHARS,
+        max_seconds: float = RENDER_SECONDS,
     ) -> None:
         self.source = source
         self.special_tokens = special_tokens
         self.max_chars = max_chars
+        self.max_seconds = max_seconds
 
     def render(
         self,
@@ -304,16 +314,16 @@ class ChatTemplate:
         pieces = []
         length = 0
         try:
-            for piece in template.generate(variables):
-                length += len(piece)
-                if length > self.max_chars:
-                    raise InvalidRequestError(
-                        f"the chat template's text is longer than {self.max_chars} characters",
-                        param="messages",
-                    )
-                pieces.append(piece)
-        except InvalidRequestError:
-            raise
+            with limited(self.max_seconds):
+                for piece in template.generate(variables):
+                    length += len(piece)
+                    if length > self.max_chars:
+                        raise TemplateLimitError(
+                            f"the chat template's text is longer than {self.max_chars} characters"
+                        )
+                    pieces.append(piece)
+        except TemplateLimitError as error:
+            raise InvalidRequestError(str(error), param="messages") from error
         except _TemplateRefusal as error:
             raise InvalidRequestError(str(error), param="messages") from error
         except Exception as error:  # a template is a program: anything it raises is about these messages
