@@ -112,7 +112,8 @@ def sampling_floats(params: SamplingParams) -> tuple[float, ...]:
         params.min_p,
         params.presence_penalty,
         params.frequency_penalty,
-        params.repetition_penalty,
+        # Logits times or over a number beyond these would be no finite float32.
+        min(max(params.repetition_penalty, 1e-20), 1e20),
     )
 
 

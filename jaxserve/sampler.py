@@ -229,7 +229,8 @@ def _top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     """Keep the most likely tokens that sum to top_p (Holtzman et al., 2020, arXiv:1904.09751)."""
     keys = _ordered_bits(logits)
     p = jax.nn.softmax(logits, axis=-1)
-    target = top_p - 1e-6  # the sum of all probabilities can round to less than 1
+    # The sum of all probabilities can round to less than 1; the most likely token stays for any top_p.
+    target = jnp.maximum(top_p - 1e-6, 1e-9)
     threshold = _largest_threshold(keys, lambda kept: jnp.where(kept, p, 0.0).sum(-1) >= target)
     return jnp.where((keys >= threshold[:, None]) | (top_p >= 1)[:, None], logits, -jnp.inf)
 

@@ -90,6 +90,8 @@ def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
         {"top_k": VOCAB + 7},
         {"top_p": 0.5},
         {"top_p": 1e-4},
+        {"top_p": 1e-7},
+        {"top_p": 1e-30},
         {"top_p": 0.9999},
         {"min_p": 0.2},
         {"min_p": 1.0},

@@ -56,6 +56,39 @@ async def live(
         await asyncio.to_thread(engine.shutdown)
 
 
+def tokens_of(api: Api, *names: str) -> list[int]:
+    """Ids of tokens by the names they have in the vocabulary."""
+    ids = [api.engine.tokenizer._hf.token_to_id(name) for name in names]
+    assert None not in ids, names
+    return ids
+
+
+def byte_ids(api: Api, data: bytes) -> list[int]:
+    """For each byte the token that is this byte alone."""
+    if api.engine.tokenizer.decoder_kind == "sentencepiece":
+        return tokens_of(api, *(f"<0x{byte:02X}>" for byte in data))
+    # GPT-2's stand-ins: printable bytes are themselves, the others follow from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    return tokens_of(api, *(chr(b) if b in printable else chr(0x100 + moved.index(b)) for b in data))
+
+
+def forced(ids: list[int]) -> dict[str, Any]:
+    """Fields with which exactly these tokens come, in this order; all different and none in the prompt.
+
+    The bias ranks them, and the repetition penalty puts one that has come behind all others.
+    """
+    bias = {str(token): 100 - 8 * place for place, token in enumerate(ids)}
+    assert len(bias) == len(ids) <= 12
+    return {
+        "allowed_token_ids": ids,
+        "logit_bias": bias,
+        "repetition_penalty": 1000.0,
+        "temperature": 0,
+        "max_tokens": len(ids),
+    }
+
+
 async def is_idle(engine: AsyncLLMEngine) -> bool:
     """Whether, within seconds, nothing runs or waits and every page is back."""
     for _ in range(500):
