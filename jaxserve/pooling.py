@@ -142,7 +142,7 @@ def _from_modules(modules: Sequence[EncoderModule]) -> Pooling:
     """Of a list that is Transformer, Pooling and perhaps Normalize; anything else is not implemented."""
     kinds = [module.kind for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-        return Pooling(" > ".join(kinds))
+        return Pooling(" > ".join(kinds) or "none")
     return Pooling(" + ".join(_modes(modules[1])), normalize="Normalize" in kinds)
 
 
@@ -159,7 +159,7 @@ def _modes(module: EncoderModule) -> list[str]:
         flags = {key.removeprefix(_FLAG): value for key, value in config.items() if key.startswith(_FLAG)}
         wrong = [name for name, value in flags.items() if not isinstance(value, bool)]
         if wrong:
-            raise ConfigError(f"{module.file}: {_FLAG}{wrong[0]} must be true or false")
+            raise ConfigError(f"{module.file}: {_FLAG + wrong[0]!r} must be true or false")
         modes = [_FLAG_NAMES.get(name, name) for name, value in flags.items() if value]
     if not modes:
         raise ConfigError(f"{module.file}: no pooling mode is chosen")

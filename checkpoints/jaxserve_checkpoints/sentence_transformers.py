@@ -40,7 +40,7 @@ def _module(directory: Path, entry: Any, index: int) -> EncoderModule:
     kind, place = entry.get("type"), entry.get("path", "")
     if not isinstance(kind, str) or not kind:
         raise CheckpointError("has no type", file=listing, item=item)
-    if not isinstance(place, str) or "\0" in place or not _is_inside(place):
+    if not isinstance(place, str) or not place.isprintable() or not _is_inside(place):
         raise CheckpointError("its path is not one inside this directory", file=listing, item=item)
     file = directory / place / "config.json"
     # A module without a directory of its own shares the model's, whose config.json is the model's.
