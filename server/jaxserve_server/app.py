@@ -14,7 +14,7 @@ from jaxserve_server.completions import completions
 from jaxserve_server.config import ServerConfig
 from jaxserve_server.deadline import limit_time
 from jaxserve_server.lifecycle import Lifecycle
-from jaxserve_server.limits import limit
+from jaxserve_server.limits import limit, spends_no_tokens
 from jaxserve_server.metrics import Metrics
 from jaxserve_server.middleware import add_headers, authenticate, cross_origin, outermost
 from jaxserve_server.openapi import DOCUMENT, Document, openapi_json
@@ -56,8 +56,8 @@ def create_app(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[st
                 web.get(f"{prefix}/v1/models/{{id:.+}}", system.get_model),
                 web.post(f"{prefix}/v1/completions", completions),
                 web.post(f"{prefix}/v1/chat/completions", chat_completions),
-                web.post(f"{prefix}/tokenize", tokenize),
-                web.post(f"{prefix}/detokenize", detokenize),
+                web.post(f"{prefix}/tokenize", spends_no_tokens(tokenize)),
+                web.post(f"{prefix}/detokenize", spends_no_tokens(detokenize)),
             ]
         )
     return app

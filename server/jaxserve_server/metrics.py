@@ -22,9 +22,16 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
     from jaxserve.engine import EngineStats
 
-__all__ = ["FIGURES", "Figure", "Metrics"]
+__all__ = ["CONTENT_TYPE", "FIGURES", "Figure", "Metrics"]
 
 _HTTP_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -269,7 +276,10 @@ class Metrics:
             return Counter(name, text, ["model_name", *labels], registry=self._inner)
 
         self._rejections = counter(
-            "jaxserve_request_rejections", "Requests answered with an error, by its code or status.", "reason"
+            "jaxserve_request_rejections",
+            "Requests answered with an error, by its code or status and the name of the key.",
+            "reason",
+            "api_key",
         )
         self._disconnects = counter(
             "jaxserve_disconnect_aborts", "HTTP requests that ended because their client left."
@@ -289,8 +299,8 @@ class Metrics:
             registry=self._inner,
         )
 
-    def rejected(self, reason: str) -> None:
-        self._rejections.labels(self.model_name, reason).inc()
+    def rejected(self, reason: str, key_name: str = "") -> None:
+        self._rejections.labels(self.model_name, reason, key_name).inc()
 
     def disconnected(self) -> None:
         self._disconnects.labels(self.model_name).inc()
@@ -310,10 +320,13 @@ class Metrics:
         self._http.labels(*labels, "disconnected" if status is None else f"{status // 100}xx").inc()
         self._http_seconds.labels(*labels).observe(seconds)
 
-    def page(self, accept: str) -> tuple[bytes, str]:
-        """What a scraper reads, and its content type, in the format that the Accept header asks for."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    def page(self) -> bytes:
+        """What a scraper reads, whatever format it would like best.
+
+        prometheus_client writes `vllm:x` as `vllm_x` in OpenMetrics and in the text format's version 1, so
+        that no dashboard would find it.
+        """
+        return generate_latest(self._registry)
 
     def _collect(self) -> Iterator[Metric]:
         for family in self._inner.collect():

@@ -113,7 +113,9 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def _error_response(request: web.Request, error: Exception) -> web.Response:
     answer = to_api_error(error)
-    request.app[STATE].metrics.rejected(answer.code or str(answer.status))
+    key = request.get(API_KEY)
+    reason = answer.code or str(answer.status)
+    request.app[STATE].metrics.rejected(reason, "" if key is None else key.name)
     return web.json_response(answer.body(), status=answer.status, headers=answer.headers)
 
 
