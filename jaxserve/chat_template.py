@@ -124,6 +124,30 @@ def compile_template(source: str) -> jinja2.Template:
         ) from error
 
 
+@lru_cache(maxsize=64)
+def wants_parts(source: str) -> bool:
+    """Whether a template takes a message's content only as a list of parts.
+
+    It has a loop over `content`, and no `is string` that would tell a text from a list.
+    """
+    try:
+        template = _environment().parse(source)
+    except jinja2.TemplateSyntaxError:
+        return False  # `compile_template` says so
+    if any(test.name == "string" for test in template.find_all(nodes.Test)):
+        return False
+    return any(_is_content(loop.iter) for loop in template.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Name(name=name) | nodes.Getattr(attr=name) | nodes.Getitem(arg=nodes.Const(value=name)):
+            return bool(name == "content")
+        case nodes.Filter(node=nodes.Expr() as inner):
+            return _is_content(inner)
+    return False
+
+
 def load_chat_template(value: str) -> str:
     """The template an operator names: a file's content, or the Jinja text itself.
 
@@ -153,12 +177,12 @@ def _fail(where: str, what: str) -> NoReturn:
     raise InvalidRequestError(f"{where}: {what}", param="messages")
 
 
-def _content_text(content: Any, where: str) -> str:
-    """Text of a message's content: text parts are joined without a separator."""
+def _content_texts(content: Any, where: str) -> list[str]:
+    """The texts that a message's content consists of."""
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         _fail(where, "content must be a string, a list of parts, or null")
     texts = []
@@ -170,7 +194,7 @@ def _content_text(content: Any, where: str) -> str:
         if kind == "text":
             _fail(where, "a text part needs a string `text`")
         _fail(where, f"content parts of type {kind!r} are not supported")
-    return "".join(texts)
+    return texts
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -192,10 +216,13 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def normalise_messages(messages: Any, *, keep_developer: bool = False) -> list[dict[str, Any]]:
+def normalise_messages(
+    messages: Any, *, keep_developer: bool = False, as_parts: bool = False
+) -> list[dict[str, Any]]:
     """Messages of OpenAI's API as chat templates expect them (new dicts; the caller's stay as they are).
 
-    `content` becomes a string (null or missing: empty); other null fields and an empty `tool_calls` are
+    `content` becomes a string (null or missing: empty; parts are joined without a separator), or with
+    `as_parts` a list of `{"type": "text", "text": ...}`; other null fields and an empty `tool_calls` are
     dropped; the arguments of tool calls become objects; the role `developer` becomes `system` unless the
     template knows it.
 
@@ -213,7 +240,8 @@ def normalise_messages(messages: Any, *, keep_developer: bool = False) -> list[d
         if not isinstance(role, str) or not role:
             _fail(where, "role must be a non-empty string")
         normal = {key: value for key, value in message.items() if value is not None}
-        normal["content"] = _content_text(message.get("content"), where)
+        texts = _content_texts(message.get("content"), where)
+        normal["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "".join(texts)
         if role == "developer" and not keep_developer:
             normal["role"] = "system"
         calls = normal.pop("tool_calls", None)
@@ -290,7 +318,8 @@ class ChatTemplate:
         variables = dict(template_kwargs or {})
         check_template_kwargs(variables)
         template = compile_template(self.source)
-        chat = normalise_messages(messages, keep_developer="developer" in self.source)
+        as_parts = wants_parts(self.source)
+        chat = normalise_messages(messages, keep_developer="developer" in self.source, as_parts=as_parts)
         if guard is not None:
             try:
                 chat = _map_strings(chat, guard)
@@ -298,7 +327,7 @@ class ChatTemplate:
             except RecursionError:
                 raise InvalidRequestError("messages are nested too deeply", param="messages") from None
         if continue_final_message:
-            chat[-1]["content"] += _CONTINUE_TAG
+            _tag_end(chat[-1])
         variables = {"tools": None, "documents": None, **self.special_tokens, **variables}
         text = self._generate(
             template,
@@ -332,6 +361,17 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return "".join(pieces)
+
+
+def _tag_end(message: dict[str, Any]) -> None:
+    """Marks where the content ends."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE_TAG
+    elif content:
+        content[-1]["text"] += _CONTINUE_TAG
+    else:
+        content.append({"type": "text", "text": _CONTINUE_TAG})
 
 
 def _cut_at_tag(text: str) -> str:

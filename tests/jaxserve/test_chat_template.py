@@ -157,6 +157,33 @@ def test_content_parts_with_a_string_only_template_are_joined():
 
 
 @pytest.mark.parametrize(
+    "loop",
+    [
+        "{% for p in m.content %}[{{ p.type }}:{{ p.text }}]{% endfor %}",
+        "{% for p in m['content'] if p.type == 'text' %}[{{ p['type'] }}:{{ p['text'] }}]{% endfor %}",
+        (
+            "{% macro show(content) %}{% for p in content|list %}[{{ p.type }}:{{ p.text }}]{% endfor %}"
+            "{% endmacro %}{{ show(m.content) }}"
+        ),
+    ],
+)
+def test_a_template_that_wants_parts_gets_parts(loop):
+    source = "{% for m in messages %}{{ m.role }}" + loop + ";{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [user("x"), {"role": "assistant", "content": None}, user(parts)]
+    assert render(source, messages) == "user[text:x];assistant;user[text:a][text:b];"
+    assert render(source, messages[2:], continue_final_message=True) == "user[text:a][text:b"
+    assert messages[2]["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+def test_a_loop_over_something_else_wants_no_parts():
+    source = (
+        "{% for m in messages %}{{ m.content + '|' }}{% for call in m.tool_calls %}{% endfor %}{% endfor %}"
+    )
+    assert render(source, [user([{"type": "text", "text": "a"}])]) == "a|"
+
+
+@pytest.mark.parametrize(
     "content",
     [[{"type": "image_url", "image_url": {"url": "x"}}], [{"type": "text"}], ["a"], {"type": "text"}, 5],
 )
