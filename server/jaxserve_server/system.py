@@ -8,6 +8,7 @@ from aiohttp import web
 
 import jaxserve
 from jaxserve_server.lifecycle import Phase
+from jaxserve_server.metrics import CONTENT_TYPE
 from jaxserve_server.middleware import open_to_all
 from jaxserve_server.state import STATE, ServerState
 
@@ -40,8 +41,8 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    page, content_type = request.app[STATE].metrics.page(request.headers.get("Accept", ""))
-    return web.Response(body=page, headers={"Content-Type": content_type})
+    page = request.app[STATE].metrics.page()
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:

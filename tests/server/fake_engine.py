@@ -78,11 +78,13 @@ class Stats:
 
 @dataclass
 class FakeEngine:
-    """Set `pause` to stop all generation before the next token; `fail_after` ends streams with an error."""
+    """Set `pause` to stop all generation before the next token; `fail_after` ends streams with an error, and
+    `pause_after` pauses, after so many tokens."""
 
     alphabet: bytes = b"abcdefghijklmnopqrstuvwxyz"
     eos_after: int | None = None
     fail_after: int | None = None
+    pause_after: int | None = None
     max_queue: int | None = None
     max_model_len: int = 512
     vocab_size: int = 258
@@ -197,6 +199,8 @@ class FakeStream:
         if self.request_id not in engine.streams:
             raise StopAsyncIteration
         await asyncio.sleep(0)
+        if self._steps == engine.pause_after:
+            engine.pause()
         await engine.running.wait()
         if engine.is_dead or self._steps == engine.fail_after:
             raise EngineDeadError("the engine stopped")
