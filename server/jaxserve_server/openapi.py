@@ -113,7 +113,10 @@ Mode = Literal["validation", "serialization"]
 
 
 class _Schemas(GenerateJsonSchema):
-    """Without titles that only repeat a field's name, and defaults of null, which say nothing."""
+    """In the fields' own order, without titles that repeat names and defaults of null, which say nothing."""
+
+    def sort(self, value: Any, parent_key: str | None = None) -> Any:
+        return value
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

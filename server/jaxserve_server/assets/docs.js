@@ -24,7 +24,7 @@ function kind(schema) {
   schema = resolve(schema);
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" | ");
   if (schema.const !== undefined) return JSON.stringify(schema.const);
-  if (schema.anyOf) return [...new Set(schema.anyOf.map(kind))].join(" | ");
+  if (schema.anyOf) return [...new Set(schema.anyOf.map(kind))].filter((word) => word !== "null").join(" | ");
   if (schema.type === "array") return `list of ${kind(schema.items)}${bounds(schema, "minItems", "maxItems")}`;
   if (schema.type === "string") return `string${bounds(schema, "minLength", "maxLength")}`;
   if (schema.type === "object" && schema.additionalProperties?.type) {
@@ -34,10 +34,11 @@ function kind(schema) {
   return `${words[schema.type] ?? "anything"}${range(schema)}`;
 }
 
-const INT64 = 2 ** 62;
+// Bounds of integer types say nothing to people.
+const LARGE = 2 ** 31 - 1;
 function range({ minimum, maximum, exclusiveMinimum }) {
-  const low = exclusiveMinimum !== undefined ? `> ${exclusiveMinimum}` : minimum > -INT64 ? `>= ${minimum}` : "";
-  const high = maximum < INT64 ? `<= ${maximum}` : "";
+  const low = exclusiveMinimum !== undefined ? `> ${exclusiveMinimum}` : minimum > -LARGE ? `>= ${minimum}` : "";
+  const high = maximum < LARGE ? `<= ${maximum}` : "";
   return low || high ? ` (${[low, high].filter(Boolean).join(", ")})` : "";
 }
 
@@ -63,7 +64,9 @@ function inner(schema) {
 
 function fields(schema) {
   const list = make("dl", "fields");
-  for (const [name, raw] of Object.entries(schema.properties ?? {})) {
+  const isLast = ([name]) => !schema.required?.includes(name);
+  const entries = Object.entries(schema.properties ?? {}).sort((a, b) => isLast(a) - isLast(b));
+  for (const [name, raw] of entries) {
     const field = resolve(raw);
     const term = make("dt", "", make("code", "", name));
     if (schema.required?.includes(name)) term.append(" ", make("b", "", "required"));

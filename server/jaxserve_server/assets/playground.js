@@ -26,15 +26,15 @@ function turn(role, text) {
 }
 
 function problem(message) {
-  const box = add($("turns"), "div", "problem", message);
-  box.setAttribute("role", "alert");
-  box.scrollIntoView({ block: "nearest" });
+  add($("turns"), "div", "problem", message).setAttribute("role", "alert");
+  $("turns").scrollTop = $("turns").scrollHeight;
 }
 
 async function messageOf(response) {
   try {
     const { error } = await response.json();
-    return `${response.status}: ${error.message}${error.param ? ` (${error.param})` : ""}`;
+    const where = error.param && !error.message.includes(error.param) ? ` (${error.param})` : "";
+    return `${response.status}: ${error.message}${where}`;
   } catch {
     return `${response.status} ${response.statusText}`;
   }
@@ -186,6 +186,12 @@ $("clear").addEventListener("click", () => {
   $("empty").hidden = false;
   $("message").focus();
 });
+// Beside the conversation on a wide page, folded above it on a narrow one.
+const wide = matchMedia("(min-width: 761px)");
+const unfold = () => { $("settings").open = wide.matches; };
+wide.addEventListener("change", unfold);
+unfold();
+$("fields").addEventListener("submit", (event) => event.preventDefault());
 $("key").addEventListener("change", () => {
   document.querySelectorAll(".problem").forEach((old) => old.remove());
   loadModels();
