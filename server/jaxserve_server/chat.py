@@ -10,10 +10,10 @@ from aiohttp import web
 
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve_server.answer import Answer, respond
-from jaxserve_server.body import read_json
+from jaxserve_server.body import read_body
 from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
 from jaxserve_server.logprobs import TokenText, without_end
-from jaxserve_server.protocol import ChatBody, parse
+from jaxserve_server.protocol import ChatBody
 from jaxserve_server.sampling import chat_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import chat_token_ids, tokenizer_of
@@ -22,7 +22,7 @@ from jaxserve_server.tokens import chat_token_ids, tokenizer_of
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     state.lifecycle.engine()  # while it loads or drains, before reading the body
-    body = parse(ChatBody, await read_json(request))
+    body = await read_body(request, ChatBody)
     model = state.model_name(body.model)
     with state.lifecycle.admitted() as engine:
         params = chat_params(body, engine.default_sampling_params)
@@ -37,6 +37,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 class ChatAnswer(Answer):
     """One conversation, `n` choices; a stream begins with one role chunk for each."""
 
+    operation = "chat"
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -11,10 +11,10 @@ from aiohttp import web
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve_server.answer import Answer, respond
-from jaxserve_server.body import read_json
+from jaxserve_server.body import read_body
 from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context, shows_tokens
 from jaxserve_server.logprobs import CompletionLogprobs, TextOffsets, TokenText
-from jaxserve_server.protocol import CompletionBody, parse
+from jaxserve_server.protocol import CompletionBody
 from jaxserve_server.sampling import completion_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import check_vocabulary, tokenizer_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     state.lifecycle.engine()  # while it loads or drains, before reading the body
-    body = parse(CompletionBody, await read_json(request))
+    body = await read_body(request, CompletionBody)
     model = state.model_name(body.model)
     with state.lifecycle.admitted() as engine:
         params = completion_params(body, engine.default_sampling_params)
@@ -71,6 +71,7 @@ def _shown_prompt(engine: AsyncLLMEngine, token_ids: list[int], body: Completion
 class CompletionAnswer(Answer):
     """Choice `j` of prompt `i` has the index `i * n + j`; with echo each begins with its prompt."""
 
+    operation = "text_completion"
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
     body: CompletionBody

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve_server.body import read_json
-from jaxserve_server.protocol import ChatBody, DetokenizeBody, TokenizeBody, parse
+from jaxserve_server.body import read_body
+from jaxserve_server.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from jaxserve_server.state import STATE
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def chat_token_ids(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> list[
 async def tokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine = state.lifecycle.engine()
-    body = parse(TokenizeBody, await read_json(request))
+    body = await read_body(request, TokenizeBody)
     state.model_name(body.model)
     tokenizer = tokenizer_of(engine, "prompt")
     if body.prompt is not None:
@@ -61,7 +61,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine = state.lifecycle.engine()
-    body = parse(DetokenizeBody, await read_json(request))
+    body = await read_body(request, DetokenizeBody)
     state.model_name(body.model)
     tokenizer = tokenizer_of(engine, "tokens")
     check_vocabulary(body.tokens, engine.vocab_size, "tokens")
