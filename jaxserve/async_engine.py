@@ -234,6 +234,10 @@ class AsyncLLMEngine:
             await asyncio.sleep(0.02)
         return True
 
+    def abandon(self, error: BaseException) -> None:
+        """Give up an engine whose thread hangs: every request fails with EngineDeadError."""
+        self._loop.abandon(error)
+
     def shutdown(self) -> None:
         """Stop the engine's thread; requests that are left fail with EngineDeadError. Idempotent."""
         self._loop.close()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,8 @@ class ProgramTable:
         self._thread: threading.Thread | None = None
         self._idle = threading.Condition()
         self.on_compiled: Callable[[], None] = lambda: None  # called on the background's thread
+        self.is_waited_for = False  # whether the engine's thread waits for a compilation right now
+        self.waited_until = -math.inf  # when it last did, on `time.monotonic()`
         self.num_compilations = 0
         self.seconds = 0.0  # spent compiling (or loading from the cache on disk)
 
@@ -95,9 +99,20 @@ class ProgramTable:
                     self.request(best)
                 self._unused.discard(bucket)
                 return bucket, program
-        program = self.compile_now(best)
+        with self.foreground():
+            program = self.compile_now(best)
         self._unused.discard(best)
         return best, program
+
+    @contextmanager
+    def foreground(self) -> Iterator[None]:
+        """Around a compilation that the engine's thread waits for: no step has hung meanwhile."""
+        self.is_waited_for = True
+        try:
+            yield
+        finally:
+            self.waited_until = time.monotonic()
+            self.is_waited_for = False
 
     def take_unused(self) -> tuple[Bucket, Program] | None:
         """A program that has never run, once: its first run is slow and better done while nobody waits."""

@@ -47,7 +47,7 @@ class EngineStats:
     num_steps: int
     prompt_tokens: int
     generation_tokens: int
-    last_step_age: float | None  # seconds since a step began that has not ended
+    last_step_age: float | None  # seconds of the step now under way; waiting for the compiler is not counted
 
 
 @dataclass(frozen=True)
@@ -260,10 +260,10 @@ class LLMEngine:
         Returns the state of the requests that advanced: of all that finished, and of those others that
         `wants_output` names. Empty when nothing could be done yet.
         """
+        if self._step_started is None:
+            self._step_started = time.monotonic()
         output = self.scheduler.schedule()
         if output.scheduled:
-            if self._step_started is None:
-                self._step_started = time.monotonic()
             self._under_way.append(self.runner.execute(output))
             self.num_steps += 1
             self.scheduler.tallies.step_tokens.add(output.num_tokens)
@@ -271,6 +271,8 @@ class LLMEngine:
             outputs = self._take_results(self._under_way.popleft(), wants_output)
             self._step_started = time.monotonic() if self._under_way else None
             return outputs
+        if not self._under_way:
+            self._step_started = None
         return []
 
     def _take_results(self, handle: StepHandle, wants_output: Callable[[str], bool]) -> list[RequestOutput]:
@@ -363,9 +365,15 @@ class LLMEngine:
         self.runner.weights = weights_from(params, self.skeleton)
         self.scheduler.reset_prefix_cache()
 
+    def _step_age(self) -> float | None:
+        started, programs = self._step_started, self.runner.programs
+        if started is None or programs.is_waited_for:
+            return None
+        return time.monotonic() - max(started, programs.waited_until)
+
     def stats(self) -> EngineStats:
         """Callable from any thread: reads counters only."""
-        allocator, started = self.scheduler.allocator, self._step_started
+        allocator = self.scheduler.allocator
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -380,7 +388,7 @@ class LLMEngine:
             num_steps=self.num_steps,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
-            last_step_age=None if started is None else time.monotonic() - started,
+            last_step_age=self._step_age(),
         )
 
     def cache_info(self) -> dict[str, str]:
@@ -397,7 +405,11 @@ class LLMEngine:
 
     def use_idle_time(self) -> bool:
         """Do a piece of work that may wait; whether there was one."""
-        return self.runner.try_unused_program()
+        self._step_started = time.monotonic()  # it runs on the device too, and may hang there
+        try:
+            return self.runner.try_unused_program()
+        finally:
+            self._step_started = None
 
     def close(self) -> None:
         """Let go of the device's memory. Called once, after the last step."""

@@ -42,6 +42,7 @@ class EngineLoop:
         self._sinks: dict[str, Sink] = {}
         self._stopping = False
         self._num_pending = 0  # submitted, not yet with the scheduler
+        self._pending: dict[int, Sink] = {}  # the same by id(sink)
         self._lock = threading.RLock()  # `close` may come from a finalizer, anywhere
         # Wakes an idle engine, so that it uses the time for the new program's first run.
         engine.runner.programs.on_compiled = lambda: self._inbox.put(lambda: None)
@@ -69,6 +70,7 @@ class EngineLoop:
         def add() -> None:
             with self._lock:
                 self._num_pending -= new.params.n
+                del self._pending[id(sink)]
             try:
                 self.engine.add(new)
             except Exception as error:
@@ -86,6 +88,7 @@ class EngineLoop:
                 if unfinished + new.params.n > most:
                     raise QueueFullError(f"{unfinished} requests are running or waiting; try again later")
             self._num_pending += new.params.n
+            self._pending[id(sink)] = sink
             self._inbox.put(add)  # before the lock is released: `_end` may be the next to take it
 
     def abort(self, request_id: str, sink: Sink) -> None:
@@ -126,6 +129,15 @@ class EngineLoop:
         self._inbox.put(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def abandon(self, error: BaseException) -> None:
+        """Give up an engine whose thread hangs: its requests fail now, as if `error` had ended it."""
+        with self._lock:
+            self.error = self.error or error
+            self._stopping = True
+            sinks = [*self._sinks.values(), *self._pending.values()]
+        for sink in sinks:
+            sink.fail(_stopped(error))
 
     def _check_alive(self) -> None:
         if self.error is not None:
@@ -185,8 +197,7 @@ class EngineLoop:
     def _end(self) -> None:
         with self._lock:
             self._stopping = True
-        error = EngineDeadError("the engine has stopped")
-        error.__cause__ = self.error
+        error = _stopped(self.error)
         while True:  # commands that came too late: requests among them must not wait for ever
             try:
                 self._inbox.get_nowait()()
@@ -198,3 +209,9 @@ class EngineLoop:
             sink.fail(error)
         self._sinks.clear()
         self.engine.close()
+
+
+def _stopped(cause: BaseException | None) -> EngineDeadError:
+    error = EngineDeadError("the engine has stopped")
+    error.__cause__ = cause
+    return error

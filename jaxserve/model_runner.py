@@ -192,7 +192,8 @@ class ModelRunner:
             else:
                 function, args = make_logits(self.spec), (weights, hidden, rows)
             program = jax.jit(function, out_shardings=self._step.replicated)
-            self._helpers[key] = program.lower(*args).compile()
+            with self.programs.foreground():
+                self._helpers[key] = program.lower(*args).compile()
             self.num_helper_compilations += 1
         return self._helpers[key]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import faulthandler
 import logging
+import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,10 +121,19 @@ class Lifecycle:
             if self._num_active == 0:
                 self._idle.set()
 
-    async def died(self) -> None:
-        """Returns when the engine has stopped by itself."""
+    async def died(self, step_timeout: float = math.inf) -> None:
+        """Returns when the engine has stopped by itself, or hangs in a step for `step_timeout` seconds."""
         while self.phase is not Phase.DEAD:
             await asyncio.sleep(_POLL_SECONDS)
+            if self._phase is Phase.READY and self._engine is not None:
+                age = self._engine.stats().last_step_age
+                if age is not None and age > step_timeout:
+                    self._give_up(self._engine, age)
+
+    def _give_up(self, engine: AsyncLLMEngine, age: float) -> None:
+        logger.critical("a step has not ended in %.0f s; where every thread is, is on stderr", age)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        engine.abandon(TimeoutError(f"a step has not ended in {age:.0f} s"))
 
     async def drain(self, timeout: float) -> None:
         """Admit nothing more, let running requests end for `timeout` seconds, then stop the engine.

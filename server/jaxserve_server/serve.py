@@ -59,7 +59,7 @@ async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[
             return 0
         app[STATE].metrics.engine = loading.result()
         logger.info("ready: serving %s at %s/v1", ", ".join(model_names), url)
-        died = asyncio.ensure_future(lifecycle.died())
+        died = asyncio.ensure_future(lifecycle.died(config.step_timeout))
         if await _first(died, stopping.wait()) is died:
             logger.critical("the engine has stopped", exc_info=loading.result().error)
             await asyncio.sleep(_DEAD_SECONDS)

@@ -145,6 +145,9 @@ class FakeEngine:
         self.is_dead, self.is_ready, self.error = True, False, error
         self.running.set()
 
+    def abandon(self, error: BaseException) -> None:
+        self.die(error)
+
     def shutdown(self) -> None:
         self.is_dead, self.is_ready = True, False
         loop = next((stream.loop for stream in self.streams.values()), None)

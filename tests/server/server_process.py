@@ -1,4 +1,4 @@
-"""A server process over the fake engine: `server_process.py DRAIN_SECONDS [fail|slow|die]`."""
+"""A server process over the fake engine: `server_process.py DRAIN_SECONDS [fail|slow|die|hang]`."""
 
 import asyncio
 import sys
@@ -45,8 +45,12 @@ def main():
     engine = PacedEngine()
     if mode == "die":
         engine.die(RuntimeError("boom"))
+    if mode == "hang":
+        engine.counts.last_step_age = 11.0
+        engine.pause()
+        engine.shutdown = lambda: time.sleep(60)
     try:
-        return serve(ServerConfig(port=0, drain_timeout=drain), load, ("fake",))
+        return serve(ServerConfig(port=0, drain_timeout=drain, step_timeout=10.0), load, ("fake",))
     except ValueError as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1

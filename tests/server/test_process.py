@@ -123,3 +123,12 @@ def test_a_dead_engine_ends_the_process_with_exit_1(start):
     process = start("1", "die")
     process.wait_for("the engine has stopped")
     assert process.end()[0] == 1
+
+
+def test_an_engine_that_hangs_ends_the_process_with_exit_1_and_shows_where_it_is(start):
+    process = start("1", "hang")
+    process.wait_for("a step has not ended in 11 s")
+    code, rest = process.end()
+    assert code == 1
+    assert "most recent call first" in rest
+    assert "run_forever" in rest
