@@ -56,6 +56,16 @@ async def live(
         await asyncio.to_thread(engine.shutdown)
 
 
+def _gpt2_bytes() -> str:
+    """GPT-2's stand-ins for bytes: printable ones are themselves, the others follow from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in printable else next(moved)) for byte in range(256))
+
+
+_GPT2_BYTES = _gpt2_bytes()
+
+
 def tokens_of(api: Api, *names: str) -> list[int]:
     """Ids of tokens by the names they have in the vocabulary."""
     ids = [api.engine.tokenizer._hf.token_to_id(name) for name in names]
@@ -67,10 +77,19 @@ def byte_ids(api: Api, data: bytes) -> list[int]:
     """For each byte the token that is this byte alone."""
     if api.engine.tokenizer.decoder_kind == "sentencepiece":
         return tokens_of(api, *(f"<0x{byte:02X}>" for byte in data))
-    # GPT-2's stand-ins: printable bytes are themselves, the others follow from U+0100 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in printable]
-    return tokens_of(api, *(chr(b) if b in printable else chr(0x100 + moved.index(b)) for b in data))
+    return tokens_of(api, *(_GPT2_BYTES[byte] for byte in data))
+
+
+def true_bytes(api: Api, token_id: int, skip_special_tokens: bool = True) -> bytes:
+    """What a token adds to a text, from its name in the vocabulary."""
+    tokenizer = api.engine.tokenizer
+    name = tokenizer._hf.id_to_token(token_id)
+    if token_id in tokenizer.special_ids:
+        return b"" if skip_special_tokens else name.encode()
+    if tokenizer.decoder_kind == "sentencepiece":
+        is_byte = len(name) == 6 and name.startswith("<0x")
+        return bytes([int(name[3:5], 16)]) if is_byte else name.replace("▁", " ").encode()
+    return bytes(_GPT2_BYTES.index(char) for char in name)
 
 
 def forced(ids: list[int]) -> dict[str, Any]:
