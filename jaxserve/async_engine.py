@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from jaxserve.engine import EngineStats, LLMEngine, Prompt
+from jaxserve.engine import EngineStats, LLMEngine, NewRequest, Prompt
 from jaxserve.engine_args import EngineArgs
 from jaxserve.engine_loop import EngineLoop
 from jaxserve.loading import load_engine
@@ -19,6 +20,8 @@ from jaxserve.pooling import PoolingParams, embedding_of
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tallies import EngineTallies
 from jaxserve.tokenizer import Tokenizer
+
+_INLINE_TOKENS = 16 * 1024  # of prompts that are checked on the event loop: a millisecond
 
 
 class RequestStream:
@@ -175,6 +178,44 @@ class AsyncLLMEngine:
         self._loop.submit(new, stream)
         return stream
 
+    def check_queue(self) -> None:
+        """Raises QueueFullError, EngineDeadError where a request would be refused now."""
+        self._loop.check_queue()
+
+    async def add_requests(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        final_only: bool = False,
+        arrival_time: float | None = None,
+    ) -> list[RequestStream]:
+        """Submit several prompts as one: all of them are queued, or none. Otherwise as `add_request`.
+
+        A queue that is not full takes them all. Long prompts are checked on a thread.
+        """
+
+        def prepare() -> list[NewRequest]:
+            return [
+                self._engine.prepare(
+                    prompt,
+                    params,
+                    uuid.uuid4().hex,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival_time=arrival_time,
+                )
+                for prompt in prompts
+            ]
+
+        is_long = sum(map(len, prompts)) > _INLINE_TOKENS
+        news = await asyncio.to_thread(prepare) if is_long else prepare()
+        streams = [RequestStream(self._loop, new.request_id, final_only=final_only) for new in news]
+        self._loop.submit_all(news, streams)
+        return streams
+
     async def generate(
         self,
         prompt: Prompt,
@@ -233,6 +274,26 @@ class AsyncLLMEngine:
                 return False
             await asyncio.sleep(0.02)
         return True
+
+    def describe(self) -> dict[str, Any]:
+        """What runs here, and on what: values for an operator to read, and for JSON."""
+        engine = self._engine
+        config, spec = engine.config, engine.runner.spec
+        return {
+            "model": config.model_name,
+            "family": config.model.family,
+            "dtype": str(engine.skeleton.dtype),
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "platform": spec.platform,
+            "devices": [device.device_kind for device in spec.mesh.devices.flat],
+            "mesh": dict(spec.mesh.shape),
+            "attention_implementation": spec.attention_implementation,
+            "limits": dataclasses.asdict(engine.runner.limits),
+            "max_logprobs": config.max_logprobs,
+            "seed": config.seed,
+            "default_sampling_params": dict(config.default_sampling_params),
+            "stats": dataclasses.asdict(engine.stats()),
+        }
 
     def abandon(self, error: BaseException) -> None:
         """Give up an engine whose thread hangs: every request fails with EngineDeadError."""

@@ -138,12 +138,13 @@ class LLMEngine:
             raise InvalidRequestError("priority must be an integer", "priority")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidRequestError("cache_salt must be a string", "cache_salt")
-        if any(not 0 <= i < vocab_size for i in token_ids):
+        # The length first: what goes through all ids then is bounded by the context.
+        self.scheduler.config.total_tokens_limit(len(token_ids), params.max_tokens)
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise InvalidRequestError(f"prompt token ids must be in [0, {vocab_size})", "prompt")
         params.validate_for(vocab_size, self.config.max_logprobs)
         if self.tokenizer is None and params.bad_words:
             raise InvalidRequestError("bad_words need a tokenizer, and this model has none", "bad_words")
-        self.scheduler.config.total_tokens_limit(len(token_ids), params.max_tokens)
         return NewRequest(request_id, text, token_ids, params, priority, cache_salt, pooling, arrival_time)
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -169,17 +170,38 @@ class LLMEngine:
             raise InvalidRequestError(
                 f"a prompt is a text, a list of token ids or a mapping, got {type(ids).__name__}", "prompt"
             )
-        if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids):
+        kinds = set(map(type, ids))
+        if kinds == {int}:
+            return text, list(ids)
+        if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
             raise InvalidRequestError("prompt token ids must be integers", "prompt")
         return text, [int(i) for i in ids]
 
-    def add(self, new: NewRequest) -> None:
-        """Queue a prepared request. Raises QueueFullError, InvalidRequestError for an id in use."""
+    def add(self, *news: NewRequest) -> None:
+        """Queue prepared requests, all or none.
+
+        Raises QueueFullError, InvalidRequestError for an id in use.
+        """
+        choices = [self._make_choices(new) for new in news]
+        known = []
+        try:
+            for new, requests in zip(news, choices, strict=True):
+                self.processor.add(new.request_id, new.prompt, requests, new.params)
+                known.append(new.request_id)
+            self.scheduler.add_requests([request for requests in choices for request in requests])
+        except Exception:
+            for request_id in known:
+                self.processor.remove(request_id)
+            raise
+        for new, requests in zip(news, choices, strict=True):
+            self._take_on(new, requests)
+
+    def _make_choices(self, new: NewRequest) -> list[Request]:
         params = new.params
         words = [ids for w in params.bad_words or () for ids in self._bad_word_ids(w)]
-        num_prompt, pool_from = len(new.prompt_token_ids), None
+        pool_from = None
         if new.pooling is not None:
-            pool_from = self.config.pooling.first_position(num_prompt)
+            pool_from = self.config.pooling.first_position(len(new.prompt_token_ids))
         requests = []
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else params.seed + index
@@ -198,21 +220,16 @@ class LLMEngine:
                     pool_from=pool_from,
                 )
             )
-        self.processor.add(new.request_id, new.prompt, requests, params)
-        try:
-            for request in requests:
-                self.scheduler.add_request(request)
-        except Exception:
-            for request in requests:
-                self.scheduler.abort(request.request_id)
-            self.processor.remove(new.request_id)
-            raise
+        return requests
+
+    def _take_on(self, new: NewRequest, requests: list[Request]) -> None:
+        num_prompt = len(new.prompt_token_ids)
         self._choices[new.request_id] = requests
         self._owner.update((request.request_id, new.request_id) for request in requests)
         self.prompt_tokens += num_prompt
         if new.pooling is not None:
             self._pooled[new.request_id] = PooledPrompt(self.config.pooling, new.pooling, num_prompt)
-        if params.prompt_logprobs is not None:
+        if new.params.prompt_logprobs is not None:
             table: list[TokenLogprobs | None] = [None] * len(new.prompt_token_ids)
             self._prompt_logprobs[new.request_id] = table
             if len(table) == 1:  # nothing to score

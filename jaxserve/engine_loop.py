@@ -10,12 +10,12 @@ import atexit
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from jaxserve.engine import LLMEngine, NewRequest
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.errors import EngineDeadError
 from jaxserve.outputs import RequestOutput
 
 log = logging.getLogger("jaxserve")
@@ -60,36 +60,38 @@ class EngineLoop:
         return len(self._sinks) + self._num_pending
 
     def submit(self, new: NewRequest, sink: Sink) -> None:
-        """Queue a request; what comes later goes to the sink.
+        """Queue a request; what comes later goes to the sink. Raises EngineDeadError, QueueFullError."""
+        self.submit_all([new], [sink])
 
-        Raises EngineDeadError, QueueFullError, and InvalidRequestError where no queue could hold it.
-        """
-        scheduler = self.engine.scheduler
-        limit = scheduler.config.max_queue
+    def submit_all(self, news: Sequence[NewRequest], sinks: Sequence[Sink]) -> None:
+        """Queue requests, all or none: a queue that is not full takes them all. Errors as `submit`."""
+        count = sum(new.params.n for new in news)
 
         def add() -> None:
             with self._lock:
-                self._num_pending -= new.params.n
-                del self._pending[id(sink)]
+                self._num_pending -= count
+                for sink in sinks:
+                    del self._pending[id(sink)]
             try:
-                self.engine.add(new)
+                self.engine.add(*news)
             except Exception as error:
-                sink.fail(error)
+                for sink in sinks:
+                    sink.fail(error)
             else:
-                self._sinks[new.request_id] = sink
+                self._sinks.update((new.request_id, sink) for new, sink in zip(news, sinks, strict=True))
 
         with self._lock:
-            self._check_alive()
-            unfinished = scheduler.num_running + scheduler.num_waiting + self._num_pending
-            if limit is not None:
-                most = scheduler.config.max_num_seqs + limit
-                if new.params.n > most:
-                    raise InvalidRequestError(f"n must be at most {most} here, got {new.params.n}", "n")
-                if unfinished + new.params.n > most:
-                    raise QueueFullError(f"{unfinished} requests are running or waiting; try again later")
-            self._num_pending += new.params.n
-            self._pending[id(sink)] = sink
+            self.check_queue()
+            self._num_pending += count
+            self._pending.update((id(sink), sink) for sink in sinks)
             self._inbox.put(add)  # before the lock is released: `_end` may be the next to take it
+
+    def check_queue(self) -> None:
+        """Raises EngineDeadError, QueueFullError where a request would be refused now."""
+        scheduler = self.engine.scheduler
+        with self._lock:
+            self._check_alive()
+            scheduler.config.check_queue(scheduler.num_running + scheduler.num_waiting + self._num_pending)
 
     def abort(self, request_id: str, sink: Sink) -> None:
         """End a request (if `sink` is still its own); its sink gets a last output. Returns at once."""

@@ -39,7 +39,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,12 +83,17 @@ class SchedulerConfig:
         """Tokens the pool holds."""
         return (self.num_pages - 1) * self.page_size
 
+    def check_queue(self, num_unfinished: int) -> None:
+        """Raises QueueFullError where no further request is taken."""
+        if self.max_queue is not None and num_unfinished >= self.max_num_seqs + self.max_queue:
+            raise QueueFullError(f"{num_unfinished} requests are running or waiting; try again later")
+
     def total_tokens_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """Tokens, prompt and output, at which a request ends.
 
-        `max_tokens` is cut to the rest of the context. None means the rest of the context or of the pool,
-        whichever is less; a number that the pool could never hold is refused. Raises ContextLengthError for
-        that and for a prompt that leaves no room for a token, InvalidRequestError for an empty prompt.
+        `max_tokens` is cut to the rest of the context or of the pool, whichever is less; None means all of
+        it. Raises ContextLengthError for a prompt that leaves no room for a token, InvalidRequestError for an
+        empty prompt.
         """
         if num_prompt_tokens < 1:
             raise InvalidRequestError("the prompt is empty", "prompt")
@@ -112,17 +117,8 @@ class SchedulerConfig:
                 f"(max_num_batched_tokens), got {num_prompt_tokens}.",
                 "prompt",
             )
-        if max_tokens is None:
-            return min(self.max_model_len, self.pool_tokens)
-        total = min(num_prompt_tokens + max_tokens, self.max_model_len)
-        if total > self.pool_tokens:
-            raise ContextLengthError(
-                f"The page pool holds {self.pool_tokens} tokens, but the prompt of {num_prompt_tokens} "
-                f"tokens and max_tokens {max_tokens} may need {total}; max_tokens may be at most "
-                f"{self.pool_tokens - num_prompt_tokens}.",
-                "max_tokens",
-            )
-        return total
+        room = min(self.max_model_len, self.pool_tokens)
+        return room if max_tokens is None else min(num_prompt_tokens + max_tokens, room)
 
 
 @dataclass(slots=True)
@@ -180,18 +176,29 @@ class Scheduler:
         return len(self._waiting)
 
     def add_request(self, request: Request) -> None:
-        """Queue a new request and set its `max_total_tokens`.
+        """Queue a new request; see `add_requests`."""
+        self.add_requests([request])
 
-        Raises ContextLengthError when it can never fit, QueueFullError when `max_num_seqs + max_queue`
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Queue new requests, all or none, and set their `max_total_tokens`.
+
+        They are what one client asks for at once: a queue that is not full takes them all, or a number above
+        the limit would be told for ever to come back later.
+
+        Raises ContextLengthError when one can never fit, QueueFullError when `max_num_seqs + max_queue`
         requests are unfinished, InvalidRequestError for an empty prompt or the id of an unfinished request.
         """
         config = self.config
+        ids = {request.request_id for request in requests}
+        if len(ids) < len(requests) or not ids.isdisjoint(self._requests):
+            raise InvalidRequestError("a request id is already in use", "request_id")
+        limits = [config.total_tokens_limit(r.num_prompt_tokens, r.params.max_tokens) for r in requests]
+        config.check_queue(len(self._requests))
+        for request, limit in zip(requests, limits, strict=True):
+            self._queue(request, limit)
+
+    def _queue(self, request: Request, limit: int) -> None:
         assert request.status is RequestStatus.WAITING
-        if request.request_id in self._requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", "request_id")
-        limit = config.total_tokens_limit(request.num_prompt_tokens, request.params.max_tokens)
-        if config.max_queue is not None and len(self._requests) >= config.max_num_seqs + config.max_queue:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting; try again later")
         request.max_total_tokens = limit
         self._start_hash_chain(request)
         request.metrics.queued_time = self._clock()

@@ -86,7 +86,7 @@ async def respond(
         cache_salt=cache_salt_of(request, work.cache_salt),
         final_only=work.final_only and not counts_tokens(request),
     )
-    with submitted(engine, work, arrival_time_of(request)) as streams:
+    async with submitted(engine, work, arrival_time_of(request)) as streams:
         charge_tokens(request, answer.usage.prompt_tokens)
         async with aclosing(_watched(request, outputs_of(streams), answer, work)) as outputs:
             if answer.body.stream:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,23 +49,23 @@ class Work:
     final_only: bool  # only the finished outputs are read
 
 
-@contextmanager
-def submitted(engine: AsyncLLMEngine, work: Work, arrival_time: float) -> Iterator[list[RequestStream]]:
-    """The engine's streams of all prompts; whatever ends the block, they are aborted and their pages free."""
-    streams: list[RequestStream] = []
+@asynccontextmanager
+async def submitted(
+    engine: AsyncLLMEngine, work: Work, arrival_time: float
+) -> AsyncIterator[list[RequestStream]]:
+    """The engine's streams of all prompts; whatever ends the block, they are aborted and their pages free.
+
+    A client's X-Request-Id may repeat, so the engine's keys are its own.
+    """
+    streams = await engine.add_requests(
+        [prompt.token_ids for prompt in work.prompts],
+        work.params,
+        priority=work.priority,
+        cache_salt=work.cache_salt,
+        final_only=work.final_only,
+        arrival_time=arrival_time,
+    )
     try:
-        for prompt in work.prompts:
-            # A client's X-Request-Id may repeat, so the engine's key is our own.
-            stream = engine.add_request(
-                prompt.token_ids,
-                work.params,
-                request_id=uuid.uuid4().hex,
-                priority=work.priority,
-                cache_salt=work.cache_salt,
-                final_only=work.final_only,
-                arrival_time=arrival_time,
-            )
-            streams.append(stream)
         yield streams
     finally:
         for stream in streams:

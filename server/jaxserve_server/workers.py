@@ -8,6 +8,7 @@ calls over bounded pieces, or library calls that release the lock.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -31,13 +32,18 @@ class _Workers:
 
     async def run(self, size: int, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
+        context = contextvars.copy_context()  # log lines of the thread carry the request's id
+
+        def work() -> T:
+            return context.run(fn, *args, **kwargs)
+
         if size <= SHORT_BYTES:
-            return await loop.run_in_executor(self._short, lambda: fn(*args, **kwargs))
+            return await loop.run_in_executor(self._short, work)
         if self._num_long >= _MAX_LONG:
             raise QueueFullError(f"{self._num_long} long inputs are being read; try again later")
         self._num_long += 1
         try:
-            return await loop.run_in_executor(self._long, lambda: fn(*args, **kwargs))
+            return await loop.run_in_executor(self._long, work)
         finally:
             self._num_long -= 1
 

@@ -142,15 +142,33 @@ async def test_a_full_queue_refuses_and_recovers() -> None:
         engine.shutdown()
 
 
-async def test_what_no_queue_could_hold_is_wrong_and_not_early() -> None:
-    """Told to try again later, a client would try for ever."""
+async def test_a_queue_that_is_not_full_takes_all_that_comes_at_once() -> None:
+    """Told to try again later, a client whose requests no queue could hold would try for ever."""
     engine = make_engine(max_queue=1, max_num_seqs=2)
     try:
-        with pytest.raises(InvalidRequestError, match="n must be at most 3"):
-            engine.add_request([5, 6, 7], SHORT.replace(n=4))
-        assert len((await engine.add_request([5, 6, 7], SHORT.replace(n=3)).final()).outputs) == 3
+        assert len((await engine.add_request([5, 6, 7], SHORT.replace(n=9)).final()).outputs) == 9
+        prompts = [[5, 6, i] for i in range(20)]
+        streams = await engine.add_requests(prompts, SHORT.replace(n=2))
+        for late in (engine.add_requests([[1]], SHORT), engine.add_requests(prompts, SHORT)):
+            with pytest.raises(QueueFullError):
+                await late
+        with pytest.raises(QueueFullError):
+            engine.check_queue()
+        finals = [await stream.final() for stream in streams]
+        assert [output.prompt_token_ids for output in finals] == prompts
+        assert all(len(choice.token_ids) == 6 for output in finals for choice in output.outputs)
+        assert await is_idle(engine)
+        engine.check_queue()
     finally:
         engine.shutdown()
+
+
+async def test_of_several_prompts_all_are_taken_or_none(engine: AsyncLLMEngine) -> None:
+    for wrong in ([], [-1], [10**9], [1] * 100_000, ["a"]):
+        with pytest.raises(InvalidRequestError):
+            await engine.add_requests([[5, 6], wrong, [7]], SHORT)
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+    assert await is_idle(engine)
 
 
 @pytest.mark.parametrize("wrong", [{"priority": "high"}, {"priority": 0.5}, {"cache_salt": 5}], ids=repr)

@@ -556,15 +556,13 @@ def test_max_tokens_is_cut_to_the_rest_of_the_context():
     assert add(scheduler, "c", prompt=190, max_tokens=5).max_total_tokens == 195
 
 
-def test_what_the_pool_can_never_hold_is_refused():
+def test_max_tokens_is_cut_to_the_pool_and_a_prompt_that_fills_it_is_refused():
     scheduler = make_scheduler(num_pages=11)  # 40 tokens
     with pytest.raises(ContextLengthError, match="maximum context length is 40 tokens"):
         add(scheduler, "a", prompt=40)
-    with pytest.raises(ContextLengthError, match="max_tokens may be at most 10") as error:
-        add(scheduler, "a", prompt=30, max_tokens=11)
-    assert error.value.param == "max_tokens"
     assert not scheduler.has_unfinished
-    assert add(scheduler, "a", prompt=30, max_tokens=10).max_total_tokens == 40
+    assert add(scheduler, "c", prompt=30, max_tokens=9).max_total_tokens == 39
+    assert add(scheduler, "a", prompt=30, max_tokens=11).max_total_tokens == 40
     assert add(scheduler, "b", prompt=30, max_tokens=None).max_total_tokens == 40
     for _ in range(40):
         step(scheduler)
@@ -602,6 +600,24 @@ def test_the_queue_takes_max_queue_requests_beyond_the_slots():
         add(scheduler, "d")
     scheduler.abort("b")
     add(scheduler, "d")
+
+
+def test_a_queue_that_is_not_full_takes_several_at_once_and_all_or_none_of_them():
+    scheduler = make_scheduler(max_num_seqs=2, max_queue=1)
+    add(scheduler, "a")
+    with pytest.raises(ContextLengthError):
+        scheduler.add_requests([make_request("b"), make_request("c", prompt=10_000)])
+    with pytest.raises(InvalidRequestError, match="in use"):
+        scheduler.add_requests([make_request("b"), make_request("b")])
+    with pytest.raises(InvalidRequestError, match="in use"):
+        scheduler.add_requests([make_request("b"), make_request("a")])
+    assert scheduler.num_waiting == 1
+    scheduler.add_requests([make_request(name) for name in "bcdefgh"])
+    assert scheduler.num_waiting == 8
+    with pytest.raises(QueueFullError):
+        add(scheduler, "i")
+    while scheduler.has_unfinished:
+        assert step(scheduler)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Token ids 0..255 are the bytes of UTF-8; 256 is `<bos>`, 257 is `<eos>`. Token `i` of choice `j` after a
 prompt of `p` tokens is `alphabet[(p + i + j) % len(alphabet)]`, and `<eos>` comes after `eos_after` of them.
 The most likely token has the log-probability -0.5, the next (its id plus one) -1.0, and so on; the one that
-is sampled is the first.
+is sampled is the first. The embedding of a prompt is `vector_of` its token ids.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HfTokenizer
 
 from jaxserve.errors import EngineDeadError, QueueFullError
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import Logprob
+from jaxserve.pooling import PoolingParams
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tallies import EngineTallies
@@ -58,6 +60,12 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(assets)
 
 
+def vector_of(token_ids: list[int], size: int) -> np.ndarray:
+    """float32 [size] of length 1: a ramp whose start the ids decide."""
+    ramp = np.arange(size) + sum(token_ids) % 97 + 1
+    return (ramp / np.linalg.norm(ramp)).astype(np.float32)
+
+
 @dataclass
 class Stats:
     num_running: int = 0
@@ -88,6 +96,7 @@ class FakeEngine:
     max_queue: int | None = None
     max_model_len: int = 512
     vocab_size: int = 258
+    hidden_size: int = 8
     model_name: str = "org/fake"
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = field(default_factory=byte_tokenizer)
@@ -95,10 +104,11 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.streams: dict[str, FakeStream] = {}
         self.aborted: list[str] = []
-        self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.seen: list[tuple[list[int], SamplingParams | PoolingParams, dict[str, Any]]] = []
         self.running = asyncio.Event()
         self.running.set()
         self.error: BaseException | None = None
+        self.num_resets = 0
         self.is_ready, self.is_dead = True, False
         self.counts = Stats()
         self.tallies = EngineTallies()
@@ -112,7 +122,7 @@ class FakeEngine:
     def add_request(
         self,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -122,9 +132,11 @@ class FakeEngine:
     ) -> FakeStream:
         if self.is_dead:
             raise EngineDeadError("dead")
-        params.validate_for(self.vocab_size, 20)
-        if self.max_queue is not None and len(self.streams) >= self.max_queue:
-            raise QueueFullError(f"{len(self.streams)} requests wait")
+        if isinstance(params, PoolingParams):
+            params.validate_for(self.hidden_size)
+        else:
+            params.validate_for(self.vocab_size, 20)
+        self.check_queue()
         self.seen.append((list(prompt), params, {"priority": priority, "cache_salt": cache_salt}))
         stream = FakeStream(self, request_id or uuid.uuid4().hex, list(prompt), params, final_only)
         for request in stream.requests:
@@ -133,6 +145,18 @@ class FakeEngine:
         self.streams[stream.request_id] = stream
         self.counts.prompt_tokens += len(prompt)
         return stream
+
+    async def add_requests(self, prompts: list[list[int]], params: Any, **options: Any) -> list[FakeStream]:
+        self.check_queue()
+        most, self.max_queue = self.max_queue, None  # all or none
+        try:
+            return [self.add_request(prompt, params, **options) for prompt in prompts]
+        finally:
+            self.max_queue = most
+
+    def check_queue(self) -> None:
+        if self.max_queue is not None and len(self.streams) >= self.max_queue:
+            raise QueueFullError(f"{len(self.streams)} requests wait")
 
     def cache_info(self) -> dict[str, str]:
         return {"block_size": "16", "num_gpu_blocks": "100", "cache_dtype": "float32"}
@@ -144,6 +168,12 @@ class FakeEngine:
     def die(self, error: BaseException) -> None:
         self.is_dead, self.is_ready, self.error = True, False, error
         self.running.set()
+
+    async def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": self.model_name, "devices": ["fake"]}
 
     def abandon(self, error: BaseException) -> None:
         self.die(error)
@@ -161,13 +191,17 @@ class FakeStream:
         engine: FakeEngine,
         request_id: str,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         final_only: bool,
     ) -> None:
         self._final_only = final_only
         self.loop = asyncio.get_running_loop()
         self.request_id = request_id
         self._engine = engine
+        self._vector = None
+        if isinstance(params, PoolingParams):
+            self._vector = vector_of(prompt, params.dimensions or engine.hidden_size)
+            params = SamplingParams(max_tokens=0)
         self._params = params
         self._texts = OutputProcessor(engine.tokenizer)
         self.requests = [
@@ -197,6 +231,12 @@ class FakeStream:
             output = await self._next()
         return output
 
+    async def final(self):
+        async for output in self:
+            if output.finished:
+                return output
+        raise AssertionError("a stream ends with a finished output or an error")
+
     async def _next(self):
         engine = self._engine
         if self.request_id not in engine.streams:
@@ -211,6 +251,8 @@ class FakeStream:
             if request.finish_reason is None:
                 self._step(request, j)
         self._steps += 1
+        if self._vector is not None:
+            self._texts.set_embedding(self.request_id, self._vector)
         output = self._texts.snapshot(self.request_id)
         if output.finished:
             del engine.streams[self.request_id]
@@ -241,7 +283,7 @@ class FakeStream:
         room = self._engine.max_model_len - len(request.prompt_token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if request.finish_reason is None and len(request.output_token_ids) >= limit:
-            request.finish_reason = "length"
+            request.finish_reason = "length" if self._vector is None else "stop"
         if request.finish_reason is not None:
             times.finished_time = time.monotonic()
             self._texts.finish(request)

@@ -1,5 +1,6 @@
 """Errors of one shape on every path; request ids, CORS, probes, models."""
 
+import asyncio
 import logging
 
 import pytest
@@ -20,6 +21,7 @@ ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"),
 ]
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 
@@ -88,13 +90,22 @@ async def test_a_full_queue_is_a_429_with_retry_after(engine):
                 assert_error(await response.json())
 
 
-async def test_a_queue_that_fills_midway_keeps_nothing(engine):
+async def test_all_prompts_of_a_request_are_admitted_or_none(engine):
     engine.max_queue = 2
+    engine.pause()
     async with running(engine) as api:
-        status, _ = await api.post("/v1/completions", prompt=["a", "b", "c"])
-    assert status == 429
+        first = asyncio.create_task(api.post("/v1/completions", prompt=["a", "b", "c"], n=2))
+        while len(engine.streams) < 3:
+            await asyncio.sleep(0.01)
+        status, _ = await api.post("/v1/completions", prompt=["d", "e"])
+        assert status == 429
+        assert len(engine.seen) == 3
+        engine.resume()
+        status, answer = await first
+    assert status == 200
+    assert [choice["index"] for choice in answer["choices"]] == [*range(6)]
     assert engine.streams == {}
-    assert len(engine.aborted) == 2
+    assert engine.aborted == []
 
 
 async def test_an_unforeseen_failure_tells_nothing(engine, caplog):
