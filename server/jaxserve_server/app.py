@@ -30,14 +30,14 @@ def create_app(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[st
         middlewares=[
             outermost,
             cross_origin,
-            authenticate(keys, (system.metrics,) if config.metrics_without_key else ()),
+            authenticate(keys, system.open_by_flag(config)),
             limit(keys),
             limit_time(config.request_timeout),
         ],
         client_max_size=MAX_BODY_BYTES,
     )
     tracer = None if config.otlp_traces_endpoint is None else otlp_tracer(config.otlp_traces_endpoint)
-    app[STATE] = ServerState(config, model_names, lifecycle, Metrics(model_names[0]), tracer)
+    app[STATE] = ServerState(config, model_names, lifecycle, Metrics(model_names[0]), tracer, keys)
     app.on_cleanup.append(_flush_traces)
     app[DOCUMENT] = Document(app)
     app.on_response_prepare.append(add_headers)

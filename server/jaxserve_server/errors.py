@@ -39,12 +39,38 @@ class ApiError(Exception):
         return {"error": error}
 
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HTTP_MESSAGES = {
     404: "there is no such path",
     405: "this path does not take that method",
     413: "the request body is too large",
 }
+_CHAT = "/v1/chat/completions"
+_ADMIN = "only the admin listener (--admin-port) serves this path"
+_LORA = "this server does not support LoRA adapters"
+_SLEEP = "this server does not support sleeping"
+# Paths that clients of other servers ask for: a bare 404 would look like a wrong address.
+_NOT_SERVED = {
+    "/v1/responses": f"this server does not serve /v1/responses yet: use {_CHAT}",
+    "/v1/messages": f"this server does not serve /v1/messages yet: use {_CHAT}",
+    "/v1/messages/count_tokens": "this server does not serve /v1/messages/count_tokens yet: use /tokenize",
+    "/v1/score": "this server does not serve /v1/score",
+    "/v1/rerank": "this server does not serve /v1/rerank",
+    "/v1/load_lora_adapter": _LORA,
+    "/v1/unload_lora_adapter": _LORA,
+    "/sleep": _SLEEP,
+    "/wake_up": _SLEEP,
+    "/reset_prefix_cache": _ADMIN,
+    "/server_info": _ADMIN,
+}
+
+
+def no_such_path(path: str) -> ApiError:
+    """The 404 for a path that matches no route; one that other servers have says what is the matter."""
+    message = _NOT_SERVED.get("/v1/responses" if path.startswith("/v1/responses/") else path)
+    if message is None:
+        return ApiError(404, _HTTP_MESSAGES[404])
+    return ApiError(404, message, code="not_supported")
 
 
 def to_api_error(error: BaseException) -> ApiError:

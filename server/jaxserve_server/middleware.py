@@ -14,7 +14,7 @@ from aiohttp import web
 
 from jaxserve_server.access import API_KEY, ApiKey, find_key
 from jaxserve_server.connection import check_header
-from jaxserve_server.errors import ApiError, to_api_error
+from jaxserve_server.errors import ApiError, no_such_path, to_api_error
 from jaxserve_server.limits import LIMITS
 from jaxserve_server.logs import current_request_id
 from jaxserve_server.state import STATE
@@ -112,7 +112,11 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _error_response(request: web.Request, error: Exception) -> web.Response:
-    answer = to_api_error(error)
+    if isinstance(error, web.HTTPNotFound):
+        prefix = request.app[STATE].config.root_path.rstrip("/")
+        answer = no_such_path(request.path.removeprefix(prefix))
+    else:
+        answer = to_api_error(error)
     key = request.get(API_KEY)
     reason = answer.code or str(answer.status)
     request.app[STATE].metrics.rejected(reason, "" if key is None else key.name)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from jaxserve.errors import ConfigError
+from jaxserve_server.admin import HOST as ADMIN_HOST
+from jaxserve_server.admin import create_admin_app
 from jaxserve_server.app import create_app
 from jaxserve_server.config import ServerConfig
 from jaxserve_server.connection import create_runner
@@ -48,11 +50,15 @@ def serve(
 
 async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[str, ...]) -> int:
     app = create_app(config, lifecycle, model_names)
-    runner = create_runner(app)
+    runner, admin = create_runner(app), create_runner(create_admin_app(app[STATE]))
     await runner.setup()
     stopping = _stop_on_signals()
     try:
         url = await _listen(runner, config)
+        if config.admin_port is not None:
+            await admin.setup()
+            await web.TCPSite(admin, ADMIN_HOST, config.admin_port).start()
+            logger.info("admin listener at http://%s:%d", ADMIN_HOST, admin.addresses[0][1])
         logger.info("loading %s; %s answers meanwhile", model_names[0], url)
         loading = asyncio.ensure_future(lifecycle.load())
         if await _first(loading, stopping.wait()) is not loading:
@@ -71,6 +77,7 @@ async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[
         return 0
     finally:
         await runner.cleanup()
+        await admin.cleanup()
 
 
 def _stop_on_signals() -> asyncio.Event:

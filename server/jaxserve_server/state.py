@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from jaxserve_server.access import ApiKey
 from jaxserve_server.config import ServerConfig
 from jaxserve_server.errors import ApiError
 from jaxserve_server.lifecycle import Lifecycle
@@ -23,6 +24,7 @@ class ServerState:
     lifecycle: Lifecycle
     metrics: Metrics
     tracer: Tracer | None = None
+    keys: tuple[ApiKey, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
 
     def model_name(self, asked: str) -> str:

@@ -7,10 +7,16 @@ from typing import Any
 from aiohttp import web
 
 import jaxserve
+from jaxserve_server.config import ServerConfig
 from jaxserve_server.lifecycle import Phase
 from jaxserve_server.metrics import CONTENT_TYPE
-from jaxserve_server.middleware import open_to_all
+from jaxserve_server.middleware import Handler, open_to_all
 from jaxserve_server.state import STATE, ServerState
+
+
+def open_by_flag(config: ServerConfig) -> tuple[Handler, ...]:
+    """The handlers that this configuration opens to all."""
+    return (metrics,) if config.metrics_without_key else ()
 
 
 def _probe(request: web.Request, good: bool) -> web.Response:

@@ -1,4 +1,4 @@
-"""A server process over the fake engine: `server_process.py DRAIN_SECONDS [fail|slow|die|hang]`."""
+"""A server process over the fake engine: `server_process.py DRAIN_SECONDS [fail|slow|die|hang|admin]`."""
 
 import asyncio
 import sys
@@ -50,7 +50,13 @@ def main():
         engine.pause()
         engine.shutdown = lambda: time.sleep(60)
     try:
-        return serve(ServerConfig(port=0, drain_timeout=drain, step_timeout=10.0), load, ("fake",))
+        config = ServerConfig(
+            port=0,
+            drain_timeout=drain,
+            step_timeout=10.0,
+            admin_port=0 if mode == "admin" else None,
+        )
+        return serve(config, load, ("fake",))
     except ValueError as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1

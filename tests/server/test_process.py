@@ -132,3 +132,19 @@ def test_an_engine_that_hangs_ends_the_process_with_exit_1_and_shows_where_it_is
     assert code == 1
     assert "most recent call first" in rest
     assert "run_forever" in rest
+
+
+def test_the_admin_listener_is_a_port_of_its_own(start):
+    process = start("1", "admin")
+    admin = process.wait_for(r"admin listener at (http://127.0.0.1:\d+)").group(1)
+    url = process.wait_for(r"ready: serving fake at (\S+)/v1").group(1)
+    assert (status(f"{admin}/server_info"), status(f"{url}/server_info")) == (200, 404)
+    assert post(f"{admin}/reset_prefix_cache", {}) == '{"status": "ok"}'
+    process.child.terminate()
+    assert process.end()[0] == 0
+
+
+def test_without_the_flag_there_is_no_admin_listener(start):
+    process = start("1")
+    process.wait_for("ready: serving")
+    assert not any("admin" in line for line in process.log)
