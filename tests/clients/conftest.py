@@ -55,7 +55,7 @@ def _strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def strict(_strict: Served) -> Served:
-    """The same model for those who know the key `right`: one request runs, one waits, the next is told 429."""
+    """The same model behind the key `right`: one request runs, one waits, the next is told 429."""
     _strict.sent.clear()
     return _strict
 

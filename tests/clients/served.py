@@ -93,7 +93,7 @@ class Served:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal JSON, but for the rounding of numbers: a program for another batch size may add in another order."""
+    """Equal JSON but for rounding: a program for another batch size may add in another order."""
     if isinstance(expected, dict):
         assert isinstance(found, dict)
         assert found.keys() == expected.keys()

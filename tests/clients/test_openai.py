@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 import threading
 import time
+from itertools import pairwise
 
 import openai
 import pytest
@@ -38,10 +40,10 @@ def texts_of(chunks):
 
 
 def test_a_completion_with_every_common_field(client, tiny):
-    answer = client.completions.create(
-        model="tiny", prompt="Hello there", max_tokens=12, temperature=0, n=2, best_of=3, logprobs=3, echo=True,
-        seed=7, stop=["zzzz"], logit_bias={"40": 2.5}, presence_penalty=0.5, frequency_penalty=0.5, user="someone",
-    )  # fmt: skip
+    sampling = {"temperature": 0, "seed": 7, "stop": ["zzzz"], "logit_bias": {"40": 2.5}, "user": "someone"}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5}
+    shape = {"max_tokens": 12, "n": 2, "best_of": 3, "logprobs": 3, "echo": True}
+    answer = client.completions.create(model="tiny", prompt="Hello there", **sampling, **penalties, **shape)
     expected = tiny.again()
     assert [choice.text for choice in answer.choices] == [choice["text"] for choice in expected["choices"]]
     assert answer.choices[0].text.startswith("Hello there")
@@ -163,8 +165,6 @@ def test_fields_of_other_servers_through_extra_body(client, tiny):
 
 
 async def test_the_async_client_runs_many_at_once(async_client, tiny):
-    import asyncio
-
     def ask(i):
         return async_client.completions.create(
             model="tiny", prompt=f"Number {i}", max_tokens=8, temperature=0
@@ -277,7 +277,7 @@ def test_a_full_queue_is_retried_when_the_server_says(strict):
     mine = [sent for sent in strict.sent if sent.body["max_tokens"] == 2]
     assert [sent.status for sent in mine] == [429] * (len(mine) - 1) + [200]
     assert len(mine) > 1
-    gaps = [later.time - earlier.time for earlier, later in zip(mine, mine[1:], strict=False)]
+    gaps = [later.time - earlier.time for earlier, later in pairwise(mine)]
     assert min(gaps) >= retry_after
 
 

@@ -1,7 +1,7 @@
 """How smollm2.json was made: `python make.py MODEL.gguf`, with torch and transformers, on a CPU in float32.
 
-The log-likelihoods of the items of tests/clients/lm_eval, from transformers' own reading of the same GGUF file
-and its own tokenizer. It follows what lm-eval does with a pair: the continuation's tokens are what the tokens
+The log-likelihoods of the items of tests/clients/lm_eval, from transformers' own reading of the same GGUF
+file and its own tokenizer. It follows what lm-eval does with a pair: the continuation's tokens are what the tokens
 of the whole text add to those of the context, and a whole text comes after the BOS token.
 """
 
@@ -51,8 +51,8 @@ def main():
         "facts": facts,
         "texts": texts,
     }
-    text = json.dumps(golden, indent=1, ensure_ascii=False)
-    (HERE / "smollm2.json").write_text(text + "\n", "utf-8")
+    lines = json.dumps(golden, ensure_ascii=False).replace('{"question"', '\n{"question"')
+    (HERE / "smollm2.json").write_text(lines + "\n", "utf-8")
 
 
 main()
