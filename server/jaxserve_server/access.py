@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +55,17 @@ def read_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
         for number, key in _keys_of_file(config.api_keys_file):
             keys.append(key)
             places.append(f"{config.api_keys_file} line {number}")
-    for what, values in (("key", [key.digest for key in keys]), ("name", [key.name for key in keys])):
-        seen: dict[bytes | str, str] = {}
-        for value, place in zip(values, places, strict=True):
-            if value in seen:
-                raise ConfigError(f"{place}: the same {what} as {seen[value]}")
-            seen[value] = place
+    _check_distinct("key", [key.digest for key in keys], places)
+    _check_distinct("name", [key.name for key in keys], places)
     return tuple(keys)
+
+
+def _check_distinct(what: str, values: Sequence[bytes | str], places: Sequence[str]) -> None:
+    seen: dict[bytes | str, str] = {}
+    for value, place in zip(values, places, strict=True):
+        if value in seen:
+            raise ConfigError(f"{place}: the same {what} as {seen[value]}")
+        seen[value] = place
 
 
 def _digest(key: str) -> bytes:

@@ -19,12 +19,14 @@ from jaxserve_server.limits import LIMITS
 from jaxserve_server.logs import current_request_id
 from jaxserve_server.state import STATE
 
+logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("jaxserve_server.access")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = web.RequestKey("request_id", str)
 _ARRIVAL_TIME = web.RequestKey("arrival_time", float)
+_IS_ANSWERED = web.RequestKey("is_answered", bool)
 _LOG_FIELDS = web.RequestKey("log_fields", dict[str, Any])
 _OPEN_ATTRIBUTE = "_jaxserve_open"
 
@@ -87,6 +89,8 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
                 raise ApiError(400, "the Host header is not valid")
             response = await handler(request)
         except Exception as error:
+            if request.get(_IS_ANSWERED, False):
+                raise _broken_off(request, error) from error
             response = _error_response(request, error)
         status = response.status
         return response
@@ -109,6 +113,16 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
             }
             access_logger.info("request", extra={"fields": fields})
         current_request_id.reset(in_logs)
+
+
+def _broken_off(request: web.Request, error: Exception) -> ConnectionResetError:
+    """For an answer that is half out: only its breaking off tells the client."""
+    is_bug = not isinstance(error, ConnectionError | ApiError)
+    level = logging.ERROR if is_bug else logging.INFO
+    logger.log(level, "an answer was broken off: %s", error, exc_info=error if is_bug else None)
+    if request.transport is not None:
+        request.transport.abort()
+    return ConnectionResetError("the answer was broken off")
 
 
 def _error_response(request: web.Request, error: Exception) -> web.Response:
@@ -170,6 +184,7 @@ def authenticate(keys: Sequence[ApiKey], also_open: Container[Handler] = ()) -> 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal before headers go out, of streams too."""
+    request[_IS_ANSWERED] = True
     request_id = request.get(_REQUEST_ID)
     if request_id is not None:
         response.headers["X-Request-Id"] = request_id

@@ -1,13 +1,15 @@
-"""Errors of one shape on every path; request ids, CORS, probes, models."""
+"""Errors of one shape on every path; request ids, probes, models."""
 
 import asyncio
 import logging
 
 import pytest
+from aiohttp import ClientError
 from conftest import running
 from fake_engine import FakeEngine
 
 from jaxserve_server.config import ServerConfig
+from jaxserve_server.sse import EventStream
 
 ROUTES = [
     ("GET", "/health"),
@@ -121,23 +123,6 @@ async def test_an_unforeseen_failure_tells_nothing(engine, caplog):
     assert "/secret/path" in caplog.text
 
 
-async def test_preflight_and_origin_for_allowed_origins():
-    config = ServerConfig(api_key=("k",), allowed_origins=("https://a.example",))
-    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    async with running(FakeEngine(), config) as api:
-        good = {"Origin": "https://a.example", **ask}
-        async with api.http.options("/v1/completions", headers=good) as response:
-            assert response.status == 204
-            assert response.headers["Access-Control-Allow-Origin"] == "https://a.example"
-            assert response.headers["Access-Control-Allow-Headers"] == "authorization"
-        bad = {"Origin": "https://b.example", **ask}
-        async with api.http.options("/v1/completions", headers=bad) as response:
-            assert response.status == 401
-            assert "Access-Control-Allow-Origin" not in response.headers
-        async with api.http.get("/health", headers={"Origin": "https://a.example"}) as response:
-            assert response.headers["Access-Control-Allow-Origin"] == "https://a.example"
-
-
 async def test_models(engine):
     async with running(engine, names=("one", "org/two")) as api:
         async with api.http.get("/v1/models") as response:
@@ -177,3 +162,17 @@ async def test_the_request_log_has_counts_and_no_texts(engine, caplog):
     assert record.fields["finish_reasons"] == "length"
     assert (record.fields["route"], record.fields["status"]) == ("/v1/completions", 200)
     assert "secret" not in caplog.text
+
+
+async def test_an_answer_that_fails_when_it_is_half_out_is_broken_off(api, monkeypatch, caplog):
+    async def fail(stream):
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(EventStream, "done", fail)
+    caplog.set_level(logging.INFO)
+    async with api.http.post("/v1/completions", json={"prompt": "hi", "stream": True}) as response:
+        assert response.status == 200
+        with pytest.raises(ClientError):
+            await response.read()
+    assert "an answer was broken off: late" in caplog.text
+    assert (await api.complete("hi"))["choices"]
