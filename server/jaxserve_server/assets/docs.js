@@ -119,8 +119,8 @@ function route(path, method, operation) {
       if (status !== "200") continue;
       for (const [media, { schema }] of Object.entries(response.content ?? {})) {
         content.append(make("p", "quiet", media));
-        const shown = schema.contentSchema ?? schema;
-        if (resolve(shown).properties) content.append(fields(resolve(shown)));
+        const shown = inner(schema.properties?.data?.anyOf[0].contentSchema ?? schema);
+        if (shown) content.append(fields(shown));
       }
     }
   });
