@@ -192,6 +192,14 @@ class Detokenized(Shape):
     prompt: str
 
 
+class TokenizerInfo(Shape):
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
 class ModelCard(Shape):
     id: str
     object: Literal["model"]

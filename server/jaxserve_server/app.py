@@ -19,7 +19,7 @@ from jaxserve_server.metrics import Metrics
 from jaxserve_server.middleware import add_headers, authenticate, cross_origin, outermost
 from jaxserve_server.openapi import DOCUMENT, Document, openapi_json
 from jaxserve_server.state import STATE, ServerState
-from jaxserve_server.tokens import detokenize, tokenize
+from jaxserve_server.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve_server.tracing import otlp_tracer
 
 
@@ -58,6 +58,7 @@ def create_app(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[st
                 web.post(f"{prefix}/v1/chat/completions", chat_completions),
                 web.post(f"{prefix}/tokenize", spends_no_tokens(tokenize)),
                 web.post(f"{prefix}/detokenize", spends_no_tokens(detokenize)),
+                web.get(f"{prefix}/tokenizer_info", tokenizer_info),
             ]
         )
     return app

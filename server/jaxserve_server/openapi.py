@@ -95,6 +95,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         body=DetokenizeBody,
         errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
     ),
+    ("GET", "/tokenizer_info"): Operation(
+        "The special tokens and the chat template", "Tokens", answers.TokenizerInfo, errors=_MODELS
+    ),
     ("GET", "/v1/models"): Operation("What is served", "Models", answers.ModelList, errors=_MODELS),
     ("GET", "/v1/models/{id}"): Operation(
         "One served model", "Models", answers.ModelCard, errors=(404, *_MODELS)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
 
 
-def tokenizer_of(engine: AsyncLLMEngine, param: str) -> Tokenizer:
+def tokenizer_of(engine: AsyncLLMEngine, param: str | None) -> Tokenizer:
     """The engine's tokenizer; raises InvalidRequestError where the checkpoint has none."""
     if engine.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer: send token ids to /v1/completions", param)
@@ -67,6 +67,22 @@ async def detokenize(request: web.Request) -> web.Response:
     check_vocabulary(body.tokens, engine.vocab_size, "tokens")
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return web.json_response({"prompt": text})
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """What a client needs besides /tokenize to count and to template as the server does.
+
+    lm-eval asks for it: with it, its `local-completions` needs no tokenizer of its own.
+    """
+    tokenizer = tokenizer_of(request.app[STATE].lifecycle.engine(), None)
+    ids = {
+        "bos_token": tokenizer.bos_token_id,
+        "eos_token": tokenizer.eos_token_id,
+        "pad_token": tokenizer.pad_token_id,
+        "unk_token": tokenizer.unk_token_id,
+    }
+    texts = {name: None if token is None else tokenizer.token_str(token) for name, token in ids.items()}
+    return web.json_response({**texts, "chat_template": tokenizer.chat_template})
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int, param: str) -> None:

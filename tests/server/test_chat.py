@@ -138,3 +138,17 @@ async def test_tokenize_messages(api):
     _, answer = await api.post("/tokenize", messages=[{"role": "user", "content": "hi"}])
     assert bytes(answer["tokens"]) == b"[user]hi[assistant]"
     assert answer["token_strs"] is None
+
+
+async def test_what_counting_and_templating_need(api, engine):
+    async with api.http.get("/tokenizer_info") as response:
+        info = await response.json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<bos>", "<eos>", None)
+    assert info["chat_template"] == engine.tokenizer.chat_template
+    for name, token_id in (("bos_token", 256), ("eos_token", 257)):
+        _, answer = await api.post("/tokenize", prompt=info[name], add_special_tokens=False)
+        assert answer["tokens"] == [token_id]
+    engine.tokenizer = None
+    async with api.http.get("/tokenizer_info") as response:
+        assert response.status == 400
+        assert "no tokenizer" in (await response.json())["error"]["message"]

@@ -166,6 +166,7 @@ async def test_live_answers_are_as_the_document_says():
         for path, schema in [
             ("/v1/models", "ModelList"),
             ("/v1/models/gpt2", "ModelCard"),
+            ("/tokenizer_info", "TokenizerInfo"),
             ("/version", "Version"),
             ("/health", "Status"),
             ("/ready", "Status"),
