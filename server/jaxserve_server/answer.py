@@ -111,7 +111,7 @@ async def _watched(
         model=answer.model,
         params=work.params,
         arrival_time=arrival_time_of(request),
-        trace_headers=trace_headers(request.headers),
+        trace_headers=trace_headers(request),
     )
     try:
         async with aclosing(seen.watch(outputs)) as watched:

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-from multidict import CIMultiDictProxy
+from aiohttp import web
 
 from jaxserve.outputs import RequestMetrics, RequestOutput
+from jaxserve.pooling import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 
 # https://www.w3.org/TR/trace-context/#traceparent-header
@@ -25,9 +26,9 @@ def _trace_id(traceparent: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def trace_headers(headers: CIMultiDictProxy[str]) -> dict[str, str]:
+def trace_headers(request: web.Request) -> dict[str, str]:
     """The caller's `traceparent` and `tracestate`, those that it sent; a state may come in several lines."""
-    given = {name: ",".join(headers.getall(name, ())) for name in ("traceparent", "tracestate")}
+    given = {name: ",".join(request.headers.getall(name, ())) for name in ("traceparent", "tracestate")}
     return {name: value for name, value in given.items() if value}
 
 
@@ -36,10 +37,10 @@ class Observation:
     """The newest output of every prompt of one request, and how it ended."""
 
     request_id: str
-    operation: str  # chat, text_completion
+    operation: str  # chat, text_completion, embeddings
     route: str
     model: str
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     arrival_time: float  # of time.monotonic, as all times here
     trace_headers: dict[str, str]  # traceparent and tracestate, those that the caller sent
     trace_id: str | None = field(init=False)

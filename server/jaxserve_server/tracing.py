@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import RequestMetrics
+from jaxserve.pooling import PoolingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve_server.observation import Observation
 
 if TYPE_CHECKING:
@@ -104,19 +106,12 @@ def _phases(times: RequestMetrics) -> list[tuple[str, float, float]]:
 
 
 def _attributes(seen: Observation) -> dict[str, Any]:
-    params = seen.params
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": seen.operation,
         "gen_ai.provider.name": "jaxserve",
         "gen_ai.request.id": seen.request_id,
         "gen_ai.request.model": seen.model,
         "gen_ai.response.model": seen.model,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.seed": params.seed,
-        "gen_ai.request.n": params.n,
-        "gen_ai.request.choice.count": params.n,
         "gen_ai.usage.input_tokens": seen.prompt_tokens,
         "gen_ai.usage.output_tokens": seen.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": seen.cached_tokens,
@@ -128,5 +123,19 @@ def _attributes(seen: Observation) -> dict[str, Any]:
         "gen_ai.latency.e2e": time.monotonic() - seen.arrival_time,
         "http.route": seen.route,
         "error.type": seen.error,
+        **_asked(seen.params),
     }
     return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _asked(params: SamplingParams | PoolingParams) -> dict[str, Any]:
+    if isinstance(params, PoolingParams):
+        return {"gen_ai.embeddings.dimension.count": params.dimensions}
+    return {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.choice.count": params.n,
+    }
