@@ -11,6 +11,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve_server.body import read_body
 from jaxserve_server.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from jaxserve_server.state import STATE
+from jaxserve_server.truncation import truncated
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
@@ -49,6 +50,7 @@ async def tokenize(request: web.Request) -> web.Response:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, special)
     else:
         ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
+    ids = truncated(ids, body, engine.max_model_len)
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": engine.max_model_len,
