@@ -17,6 +17,7 @@ from jaxserve_server.protocol import ChatBody
 from jaxserve_server.sampling import chat_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import chat_token_ids, tokenizer_of
+from jaxserve_server.truncation import room_for_prompt, truncated
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -27,7 +28,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     with state.lifecycle.admitted() as engine:
         params = chat_params(body, engine.default_sampling_params)
         tokenizer = tokenizer_of(engine, "messages")
-        prompt = Prompt(await asyncio.to_thread(chat_token_ids, tokenizer, body))
+        token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
+        room = room_for_prompt(engine.max_model_len, body.token_limit)
+        prompt = Prompt(truncated(token_ids, body, room))
         check_context([prompt], engine.max_model_len, "messages")
         work = Work([prompt], params, body.priority, body.cache_salt, final_only=not body.stream)
         token_text = TokenText(tokenizer, body.skip_special_tokens, body.return_tokens_as_token_ids)

@@ -18,6 +18,7 @@ from jaxserve_server.protocol import CompletionBody
 from jaxserve_server.sampling import completion_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import check_vocabulary, tokenizer_of
+from jaxserve_server.truncation import room_for_prompt, truncated
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
@@ -40,18 +41,32 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 def _prompts(engine: AsyncLLMEngine, body: CompletionBody) -> list[Prompt]:
+    room = room_for_prompt(engine.max_model_len, body.token_limit)
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            tokenizer, special = tokenizer_of(engine, "prompt"), body.add_special_tokens
-            offsets = tokenizer.text_offsets(prompt, special) if body.echo and body.wants_logprobs else None
-            prompts.append(Prompt(tokenizer.encode(prompt, special), prompt, offsets))
+            token_ids = tokenizer_of(engine, "prompt").encode(prompt, body.add_special_tokens)
         else:
             check_vocabulary(prompt, engine.vocab_size, "prompt")
-            prompts.append(_shown_prompt(engine, prompt, body) if body.echo else Prompt(prompt))
-        if not prompts[-1].token_ids:
+            token_ids = prompt
+        if not token_ids:
             raise InvalidRequestError("prompt has no tokens", param="prompt")
+        kept = truncated(token_ids, body, room)
+        if not body.echo:
+            prompts.append(Prompt(kept))
+        elif isinstance(prompt, str) and len(kept) == len(token_ids):
+            prompts.append(_text_prompt(engine, prompt, kept, body))
+        else:
+            prompts.append(_shown_prompt(engine, kept, body))
     return prompts
+
+
+def _text_prompt(engine: AsyncLLMEngine, text: str, token_ids: list[int], body: CompletionBody) -> Prompt:
+    """A prompt whose text is the client's own; where its tokens begin is found only where it is told."""
+    offsets = None
+    if body.wants_logprobs:
+        offsets = tokenizer_of(engine, "prompt").text_offsets(text, body.add_special_tokens)
+    return Prompt(token_ids, text, offsets)
 
 
 def _shown_prompt(engine: AsyncLLMEngine, token_ids: list[int], body: CompletionBody) -> Prompt:

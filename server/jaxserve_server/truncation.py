@@ -12,6 +12,12 @@ class Truncating(Protocol):
     truncation_side: Literal["left", "right"]
 
 
+def room_for_prompt(max_model_len: int, token_limit: int | None) -> int:
+    """Tokens that a prompt may have: what the answer wants is left free, where the context is longer."""
+    wanted = token_limit if token_limit is not None and token_limit < max_model_len else 1
+    return max_model_len - wanted
+
+
 def truncated(token_ids: list[int], body: Truncating, room: int) -> list[int]:
     """The part of a prompt that the client wants to keep; `room` tokens for -1, and one at the least."""
     limit = body.truncate_prompt_tokens

@@ -229,3 +229,33 @@ async def test_special_tokens_are_shown_when_asked_for(api, engine):
     engine.eos_after, engine.alphabet = None, b"a"
     answer = await api.complete([EOS, 1], max_tokens=1, echo=True, skip_special_tokens=False)
     assert answer["choices"][0]["text"] == "<eos>\x01a"
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, "rld"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "<bos>he"),
+        ({"truncate_prompt_tokens": 100}, "<bos>hello world"),
+        ({"truncate_prompt_tokens": -1}, "<bos>hello world"),
+    ],
+)
+async def test_a_prompt_is_cut_where_the_client_asks_for_it(api, engine, options, kept):
+    answer = await api.complete("hello world", max_tokens=1, echo=True, logprobs=0, **options)
+    (choice,) = answer["choices"]
+    text = kept.removeprefix("<bos>")
+    assert choice["text"][:-1] == text
+    assert "".join(choice["logprobs"]["tokens"][:-1]) == kept
+    assert choice["logprobs"]["text_offset"][-1] == len(text)
+    assert answer["usage"]["prompt_tokens"] == len(choice["logprobs"]["tokens"]) - 1
+    await api.chat("hello world", max_tokens=1, **options)
+    assert len(engine.seen[-1][0]) == min(options["truncate_prompt_tokens"] % 10**3, 28)
+
+
+async def test_a_prompt_is_cut_to_leave_room_for_the_answer(api, engine):
+    for limit, kept in [(12, 500), (10**6, 511)]:
+        answer = await api.complete([65] * 600, max_tokens=limit, truncate_prompt_tokens=-1)
+        assert answer["usage"]["prompt_tokens"] == kept
+        assert answer["usage"]["completion_tokens"] == engine.max_model_len - kept
+        await api.chat("x" * 600, max_tokens=limit, truncate_prompt_tokens=-1)
+        assert len(engine.seen[-1][0]) == kept
