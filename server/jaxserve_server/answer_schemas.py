@@ -175,6 +175,7 @@ class EmbeddingUsage(Shape):
 
 
 class Embeddings(Shape):
+    id: str
     object: Literal["list"]
     data: list[Embedding]
     model: str

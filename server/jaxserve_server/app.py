@@ -13,6 +13,7 @@ from jaxserve_server.chat import chat_completions
 from jaxserve_server.completions import completions
 from jaxserve_server.config import ServerConfig
 from jaxserve_server.deadline import limit_time
+from jaxserve_server.embeddings import embeddings
 from jaxserve_server.lifecycle import Lifecycle
 from jaxserve_server.limits import limit, spends_no_tokens
 from jaxserve_server.metrics import Metrics
@@ -56,6 +57,7 @@ def create_app(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[st
                 web.get(f"{prefix}/v1/models/{{id:.+}}", system.get_model),
                 web.post(f"{prefix}/v1/completions", completions),
                 web.post(f"{prefix}/v1/chat/completions", chat_completions),
+                web.post(f"{prefix}/v1/embeddings", embeddings),
                 web.post(f"{prefix}/tokenize", spends_no_tokens(tokenize)),
                 web.post(f"{prefix}/detokenize", spends_no_tokens(detokenize)),
                 web.get(f"{prefix}/tokenizer_info", tokenizer_info),

@@ -19,14 +19,20 @@ _TEXT: JsonSchema = {"type": "string", "minLength": 1}
 _TOKEN_IDS: JsonSchema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _STOP_TEXT: JsonSchema = {**_TEXT, "maxLength": MAX_STOP_LENGTH}
 
-PROMPT: JsonSchema = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 1024},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": 1024},
-    ]
-}
+
+def prompts(most: int) -> JsonSchema:
+    """A text, token ids, or up to `most` of either."""
+    return {
+        "anyOf": [
+            _TEXT,
+            {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": most},
+            _TOKEN_IDS,
+            {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": most},
+        ]
+    }
+
+
+PROMPT = prompts(1024)
 
 STOP: JsonSchema = {
     "anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_STRINGS}]
@@ -55,7 +61,7 @@ _TOOL_CALL: JsonSchema = {
         "function": {
             "type": "object",
             "properties": {
-                "name": {"type": "string"},
+                "name": {"description": "The function's name."},
                 "arguments": {
                     "anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}],
                     "description": "An object, or its JSON.",

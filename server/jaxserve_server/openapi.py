@@ -18,6 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 import jaxserve
 from jaxserve_server import answer_schemas as answers
+from jaxserve_server.embeddings import EmbeddingBody
 from jaxserve_server.middleware import is_open
 from jaxserve_server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jaxserve_server.state import STATE
@@ -79,6 +80,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answers.Completion,
         body=CompletionBody,
         chunk=answers.CompletionChunk,
+        errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
+    ),
+    ("POST", "/v1/embeddings"): Operation(
+        "Texts or token ids to vectors",
+        "Embeddings",
+        answers.Embeddings,
+        body=EmbeddingBody,
         errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
     ),
     ("POST", "/tokenize"): Operation(
@@ -223,15 +231,19 @@ def _answer_json(operation: Operation) -> dict[str, Any]:
     description = "Yes" if operation.tag == "Probes" else "The answer"
     if operation.chunk is not None:
         description = "The answer; with `stream: true` events `data: {chunk}`, then `data: [DONE]`"
-        content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": "Each event's data is this object; an error is an event too.",
-                "contentMediaType": JSON,
-                "contentSchema": _ref(operation.chunk),
-            }
-        }
+        content["text/event-stream"] = {"schema": _event_json(operation.chunk)}
     return {"description": description, "content": content}
+
+
+def _event_json(chunk: type[BaseModel]) -> dict[str, Any]:
+    content = {"anyOf": [_ref(chunk), _ref(answers.ErrorAnswer)]}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
+    return {
+        "description": "An event; an error may be the last one before `[DONE]`.",
+        "type": "object",
+        "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
 
 
 def _error_json(text: str) -> dict[str, Any]:

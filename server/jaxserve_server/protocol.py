@@ -306,21 +306,7 @@ class CompletionBody(GenerationBody):
     @field_validator("prompt")
     @classmethod
     def _prompt(cls, value: Any) -> list[str] | list[list[int]]:
-        prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-        if prompts == [] or prompts == [""]:
-            raise InvalidRequestError("prompt must not be empty", param="prompt")
-        if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:
-            raise InvalidRequestError(f"prompt takes at most {MAX_PROMPTS} prompts", param="prompt")
-        if not isinstance(prompts, list) or not (
-            all(isinstance(prompt, str) and prompt for prompt in prompts)
-            or prompts[0] is value
-            or all(_is_ids(prompt) for prompt in prompts)
-        ):
-            message = (
-                "prompt must be a string, a list of strings, or non-empty lists of token ids"
-            )
-            raise InvalidRequestError(message, param="prompt")
-        return prompts
+        return prompts_of(value, "prompt", MAX_PROMPTS)
 
     @model_validator(mode="after")
     def _completion(self) -> CompletionBody:
@@ -336,6 +322,23 @@ class CompletionBody(GenerationBody):
     @property
     def token_limit(self) -> int:
         return self.max_tokens
+
+
+def prompts_of(value: Any, param: str, most: int) -> list[str] | list[list[int]]:
+    """A text, texts, token ids or lists of those, as several; raises InvalidRequestError for the rest."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if prompts == [] or prompts == [""]:
+        raise InvalidRequestError(f"{param} must not be empty", param=param)
+    if isinstance(prompts, list) and len(prompts) > most:
+        raise InvalidRequestError(f"{param} takes at most {most} prompts", param=param)
+    if not isinstance(prompts, list) or not (
+        all(isinstance(prompt, str) and prompt for prompt in prompts)
+        or prompts[0] is value
+        or all(_is_ids(prompt) for prompt in prompts)
+    ):
+        message = f"{param} must be a string, a list of strings, or non-empty lists of token ids"
+        raise InvalidRequestError(message, param=param)
+    return prompts
 
 
 def _is_ids(value: Any) -> bool:

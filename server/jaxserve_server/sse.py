@@ -45,10 +45,15 @@ class EventStream:
         await self.response.write_eof()
 
     async def _write(self, data: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._patience):
-                await self.response.write(data)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise SlowReaderError("the client did not read") from None
+        await write(self._request, self.response, data, self._patience)
+
+
+async def write(request: web.Request, response: web.StreamResponse, data: bytes, patience: float) -> None:
+    """Send a piece of a response; raises SlowReaderError, its connection cut, after `patience` seconds."""
+    try:
+        async with asyncio.timeout(patience):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise SlowReaderError("the client did not read") from None
