@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.tokenizer import Tokenizer
@@ -181,3 +181,38 @@ def test_other_threads_run_while_a_long_text_is_tokenised():
         turns += 1
         worker.join(0.001)
     assert turns > 20
+
+
+def begins(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[tuple[str, int]]:
+    """(token's name, where it begins)"""
+    ids = tokenizer.encode(text, add_special_tokens)
+    offsets = tokenizer.text_offsets(text, add_special_tokens)
+    return list(zip(map(tokenizer._hf.id_to_token, ids), offsets, strict=True))
+
+
+def test_offsets_count_in_the_text_that_was_given():
+    tokenizer = golden_tokenizer("f16_tok_llama")
+    assert begins(tokenizer, "hello") == [("<s>", 0), ("▁he", 0), ("llo", 2)]
+    assert begins(tokenizer, "hello", add_special_tokens=False) == [("▁he", 0), ("llo", 2)]
+    assert begins(tokenizer, "<s>a</s>b") == [("<s>", 0), ("▁a", 3), ("</s>", 4), ("▁b", 8)]
+    # A character of several tokens: each begins where it begins.
+    assert [offset for _, offset in begins(tokenizer, "日é", False)] == [0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_offsets_of_byte_level_tokens_have_the_space(trims):
+    hf = HfTokenizer.from_str(golden_tokenizer("f16_tok_gpt2")._hf.to_str())
+    hf.post_processor = ByteLevel(trim_offsets=trims)  # as GPT-2's and Llama 3's
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "chat_template")
+    assets = SimpleNamespace(tokenizer=hf, eos_token_ids=(), special_tokens_map={}, **dict.fromkeys(names))
+    expected = [("he", 0), ("llo", 2), ("Ġ", 5), ("Ġw", 6), ("or", 8), ("ld", 10), ("Ċ", 12)]
+    assert begins(Tokenizer(assets), "hello  world\n") == expected
+
+
+def test_whether_decoding_drops_the_space_that_encoding_puts_first():
+    strip = decoders.Strip(" ", 1, 0)
+    assert not golden_tokenizer("f16_tok_llama").strips_first_space
+    assert not golden_tokenizer("f16_tok_gpt2").strips_first_space
+    assert make_tokenizer(["▁a"], decoders.Sequence([*SENTENCEPIECE, strip])).strips_first_space
+    assert make_tokenizer(["▁a"], decoders.Metaspace()).strips_first_space
+    assert not make_tokenizer(["▁a"], decoders.Metaspace(prepend_scheme="never")).strips_first_space

@@ -1,8 +1,14 @@
 """POST /v1/completions, whole: what the body says, against outputs computed by hand (see fake_engine)."""
 
+from types import SimpleNamespace
+
 import pytest
 from conftest import running
 from fake_engine import BOS, EOS, FakeEngine
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models
+
+from jaxserve.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -259,3 +265,17 @@ async def test_a_prompt_is_cut_to_leave_room_for_the_answer(api, engine):
         assert answer["usage"]["completion_tokens"] == engine.max_model_len - kept
         await api.chat("x" * 600, max_tokens=limit, truncate_prompt_tokens=-1)
         assert len(engine.seen[-1][0]) == kept
+
+
+async def test_the_text_of_ids_has_no_space_that_the_tokenizer_put_first(engine):
+    hf = HfTokenizer(models.WordLevel({"<unk>": 0, "▁he": 1, "llo": 2, "▁you": 3}, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    hf.decoder = decoders.Sequence(parts)
+    assets = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "chat_template"))
+    engine.tokenizer = Tokenizer(
+        SimpleNamespace(tokenizer=hf, eos_token_ids=(), special_tokens_map={}, **assets)
+    )
+    async with running(engine) as api:
+        answer = await api.complete([1, 2, 3], echo=True, logprobs=0, max_tokens=0)
+    assert answer["choices"][0]["text"] == hf.decode([1, 2, 3]) == "hello you"
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
