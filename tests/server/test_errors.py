@@ -24,7 +24,6 @@ ROUTES = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/tokenizer_info"),
-    ("GET", "/tokenizer_info"),
 ]
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 
