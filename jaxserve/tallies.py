@@ -1,7 +1,7 @@
 """What an engine counts for its operators: tokens, ends, and how values spread, in Prometheus' buckets.
 
 The engine's thread adds; anybody may read. A reader may see a request whose last field is still missing,
-never a broken number. One addition costs about a quarter of a microsecond, so every token can be counted.
+never a broken number. Counting a token costs less than half a microsecond, so every one is counted.
 """
 
 from __future__ import annotations

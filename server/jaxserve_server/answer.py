@@ -114,7 +114,7 @@ async def _watched(
         trace_headers=trace_headers(request),
     )
     try:
-        async with aclosing(seen.watch(outputs)) as watched:
+        async with aclosing(outputs), aclosing(seen.watch(outputs)) as watched:
             async for index, output in watched:
                 answer.usage.see(index, output)
                 yield index, output

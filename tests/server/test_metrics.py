@@ -246,6 +246,25 @@ async def test_the_real_engine_counts_what_it_did():
         assert tallies.latency.cumulative()[-1] == tallies.output_length.cumulative()[-1] == 5
         assert tallies.output_length.total <= api.engine.stats().generation_tokens
         assert tallies.output_length.total > stats.generation_tokens
+
+        # One that leaves while it waits: it has no time in the queue, for that never ended.
+        queued = tallies.queue.cumulative()[-1]
+        eight = asyncio.create_task(api.complete("x", n=8, max_tokens=400, ignore_eos=True))
+        async with asyncio.timeout(30):
+            while api.engine.stats().num_running < 8:
+                await asyncio.sleep(0.005)
+            waiting = asyncio.create_task(api.complete("y"))
+            while not api.engine.stats().num_waiting:
+                await asyncio.sleep(0.005)
+            waiting.cancel()
+            while tallies.ended["abort"] != 2:
+                await asyncio.sleep(0.005)
+        assert tallies.latency.cumulative()[-1] == 6
+        assert tallies.queue.cumulative()[-1] == queued
+        eight.cancel()
+        assert await is_idle(api.engine)
+        assert tallies.ended["abort"] == 2 + 8
+
         assert api.engine.cache_info() == {
             "block_size": "8",
             "num_gpu_blocks": "256",
