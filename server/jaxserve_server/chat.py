@@ -22,7 +22,7 @@ from jaxserve_server.truncation import room_for_prompt, truncated
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    state.lifecycle.engine()  # while it loads or drains, before reading the body
+    state.lifecycle.check_admission()
     body = await read_body(request, ChatBody)
     model = state.model_name(body.model)
     with state.lifecycle.admitted() as engine:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    state.lifecycle.engine()  # while it loads or drains, before reading the body
+    state.lifecycle.check_admission()
     body = await read_body(request, CompletionBody)
     model = state.model_name(body.model)
     with state.lifecycle.admitted() as engine:

@@ -88,7 +88,7 @@ class EmbeddingBody(Body):
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    state.lifecycle.engine()  # while it loads or drains, before reading the body
+    state.lifecycle.check_admission()
     body = await read_body(request, EmbeddingBody)
     model = state.model_name(body.model)
     with state.lifecycle.admitted() as engine:

@@ -108,6 +108,13 @@ class Lifecycle:
             raise ApiError(503, _REFUSALS[phase], code=phase.value, headers=headers)
         return self._engine
 
+    def check_admission(self) -> None:
+        """Raises what would refuse any request now, so that nobody reads and encodes its body for nothing.
+
+        A 503 while loading, draining or dead; QueueFullError.
+        """
+        self.engine().check_queue()
+
     @contextmanager
     def admitted(self) -> Iterator[AsyncLLMEngine]:
         """The engine for one request, which draining waits for."""

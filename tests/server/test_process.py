@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -148,3 +149,28 @@ def test_without_the_flag_there_is_no_admin_listener(start):
     process = start("1")
     process.wait_for("ready: serving")
     assert not any("admin" in line for line in process.log)
+
+
+def test_requests_that_outlast_the_drain_get_an_error_and_the_exit_is_clean(start):
+    process = start("0.5")
+    url = process.wait_for(r"ready: serving fake at (\S+)/v1").group(1)
+    with ThreadPoolExecutor(2) as pool:
+        long = {"prompt": "hi", "max_tokens": 500, "stream": True}
+        stream = pool.submit(post, f"{url}/v1/completions", long)
+        whole = pool.submit(post, f"{url}/v1/completions", {**long, "stream": False})
+        while 'num_requests_running{model_name="fake"} 2' not in _metrics(url):
+            pass
+        begun = time.monotonic()
+        process.child.terminate()
+        process.wait_for("shutting down")
+        assert status(f"{url}/ready") == 503
+        assert time.monotonic() - begun < 1
+        *_, error, done, _ = stream.result().split("\n\n")
+        assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == (
+            "engine_dead",
+            "data: [DONE]",
+        )
+        assert whole.exception().code == 500
+    code, rest = process.end()
+    assert (code, "did not end in 0.5 s" in rest) == (0, True)
+    assert time.monotonic() - begun < 5.5
