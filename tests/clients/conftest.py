@@ -14,17 +14,18 @@ import pytest
 
 from tests.clients.served import Proxy, Served, ServerProcess, tiny_flags
 
-collect_ignore_glob = [] if os.environ.get("REQUIRE_CLIENTS") else ["test_*.py"]
-
-# Clients look for these, and would talk to somebody else's server or count what is used.
-for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_BASE"):
-    os.environ.pop(_name, None)
-os.environ |= {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LANGSMITH_TRACING": "false",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-}
+collect_ignore_glob = ["test_*.py"]
+if os.environ.get("REQUIRE_CLIENTS"):
+    collect_ignore_glob = []
+    # Clients look for these, and would talk to somebody else's server or count what is used.
+    for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_BASE"):
+        os.environ.pop(_name, None)
+    os.environ |= {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LANGSMITH_TRACING": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+    }
 
 
 def _serve(*flags: str, key: str = "none") -> Iterator[Served]:

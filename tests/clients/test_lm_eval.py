@@ -1,7 +1,7 @@
 """lm-eval's `local-completions`: scoring by log-likelihood, and generation.
 
-With `tokenizer_backend=auto`, its default, it finds /tokenizer_info and /tokenize and needs no tokenizer of its
-own. The numbers that must come out were made with transformers (tests/goldens/lm_eval/make.py).
+With `tokenizer_backend=auto`, its default, it finds /tokenizer_info and /tokenize and needs no tokenizer
+of its own. The numbers that must come out were made with transformers (tests/goldens/lm_eval/make.py).
 """
 
 from __future__ import annotations

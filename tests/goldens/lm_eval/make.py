@@ -1,8 +1,8 @@
 """How smollm2.json was made: `python make.py MODEL.gguf`, with torch and transformers, on a CPU in float32.
 
 The log-likelihoods of the items of tests/clients/lm_eval, from transformers' own reading of the same GGUF
-file and its own tokenizer. It follows what lm-eval does with a pair: the continuation's tokens are what the tokens
-of the whole text add to those of the context, and a whole text comes after the BOS token.
+file and its own tokenizer. It follows what lm-eval does with a pair: the continuation's tokens are what the
+tokens of the whole text add to those of the context, and a whole text comes after the BOS token.
 """
 
 import json
