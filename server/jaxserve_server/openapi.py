@@ -230,7 +230,7 @@ def _answer_json(operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": schema}}
     description = "Yes" if operation.tag == "Probes" else "The answer"
     if operation.chunk is not None:
-        description = "The answer; with `stream: true` events `data: {chunk}`, then `data: [DONE]`"
+        description = "The answer; with `stream: true` events of chunks, then `[DONE]`"
         content["text/event-stream"] = {"schema": _event_json(operation.chunk)}
     return {"description": description, "content": content}
 

@@ -26,7 +26,7 @@ function kind(schema) {
   if (schema.const !== undefined) return JSON.stringify(schema.const);
   if (schema.anyOf) return [...new Set(schema.anyOf.map(kind))].filter((word) => word !== "null").join(" | ");
   if (schema.type === "array") return `list of ${kind(schema.items)}${bounds(schema, "minItems", "maxItems")}`;
-  if (schema.type === "string") return `string${bounds(schema, "minLength", "maxLength")}`;
+  if (schema.type === "string") return `string${bounds(schema, "minLength", "maxLength", " characters")}`;
   if (schema.type === "object" && schema.additionalProperties?.type) {
     return `object of ${kind(schema.additionalProperties)}${bounds(schema, "minProperties", "maxProperties")}`;
   }
@@ -42,11 +42,11 @@ function range({ minimum, maximum, exclusiveMinimum }) {
   return low || high ? ` (${[low, high].filter(Boolean).join(", ")})` : "";
 }
 
-function bounds(schema, least, most) {
+function bounds(schema, least, most, unit = "") {
   const parts = [];
-  if (schema[least]) parts.push(`at least ${schema[least]}`);
+  if (schema[least] > (unit ? 1 : 0)) parts.push(`at least ${schema[least]}`);
   if (schema[most]) parts.push(`at most ${schema[most]}`);
-  return parts.length ? ` (${parts.join(", ")})` : "";
+  return parts.length ? ` (${parts.join(", ")}${unit})` : "";
 }
 
 // The object inside a schema whose fields are worth showing: itself, an element's or an alternative's.
@@ -62,24 +62,33 @@ function inner(schema) {
   return null;
 }
 
-function fields(schema) {
+const takesNull = (schema) => (schema.anyOf ?? []).some((option) => option.type === "null");
+
+function row(term, ...text) {
+  return make("div", "", make("dt", "", ...term), make("dd", "", ...text));
+}
+
+// A request's optional fields all take null and are most; of an answer's, both are worth saying.
+function fields(schema, isRequest) {
   const list = make("dl", "fields");
   const isLast = ([name]) => !schema.required?.includes(name);
   const entries = Object.entries(schema.properties ?? {}).sort((a, b) => isLast(a) - isLast(b));
   for (const [name, raw] of entries) {
     const field = resolve(raw);
-    const term = make("dt", "", make("code", "", name));
-    if (schema.required?.includes(name)) term.append(" ", make("b", "", "required"));
-    const text = make("dd", "");
-    text.append(make("div", "kind", kind(raw)));
+    const isRequired = schema.required?.includes(name);
+    const term = [make("code", "", name)];
+    if (isRequest && isRequired) term.push(" ", make("b", "", "required"));
+    if (!isRequest && !isRequired) term.push(" ", make("span", "quiet", "not always"));
+    const text = [make("div", "kind", kind(raw) + (!isRequest && takesNull(raw) ? " | null" : ""))];
     const about = raw.description ?? (raw.$ref ? undefined : field.description);
-    if (about) text.append(prose(about));
+    if (about) text.push(prose(about));
     if (raw.default !== undefined && raw.default !== "") {
-      text.append(about ? " " : "", make("span", "quiet", `Default: ${JSON.stringify(raw.default)}`));
+      text.push(about ? " " : "", make("span", "quiet", `Default: ${JSON.stringify(raw.default)}`));
     }
+    const shown = row(term, ...text);
     const nested = inner(raw);
-    if (nested) text.append(fields(nested));
-    list.append(make("div", "", term, text));
+    if (nested) shown.append(make("dd", "inside", fields(nested, isRequest)));
+    list.append(shown);
   }
   return list;
 }
@@ -110,19 +119,25 @@ function route(path, method, operation) {
     const body = operation.requestBody?.content["application/json"].schema;
     content.append(make("h3", "", "Example"), curl(path, method, operation, resolve(body).examples?.[0]));
     for (const parameter of operation.parameters ?? []) {
-      content.append(make("h3", "", "In the path"), fields({ properties: { [parameter.name]: { ...parameter.schema, description: parameter.description } } }));
+      const about = row([make("code", "", parameter.name)], prose(parameter.description));
+      content.append(make("h3", "", "In the path"), make("dl", "fields", about));
     }
-    if (body) content.append(make("h3", "", "Request"), fields(resolve(body)));
+    if (body) content.append(make("h3", "", "Request"), fields(resolve(body), true));
+    const errors = make("dl", "fields");
     for (const [status, raw] of Object.entries(operation.responses)) {
       const response = resolve(raw);
-      content.append(make("h3", "", `${status}: `, prose(response.description)));
-      if (status !== "200") continue;
-      for (const [media, { schema }] of Object.entries(response.content ?? {})) {
+      if (status !== "200") {
+        errors.append(row([make("code", "", status)], prose(response.description)));
+        continue;
+      }
+      content.append(make("h3", "", prose(response.description)));
+      for (const [media, { schema }] of Object.entries(response.content)) {
         content.append(make("p", "quiet", media));
         const shown = inner(schema.properties?.data?.anyOf[0].contentSchema ?? schema);
-        if (shown) content.append(fields(shown));
+        if (shown) content.append(fields(shown, false));
       }
     }
+    content.append(make("h3", "", "Errors"), errors);
   });
   return details;
 }
@@ -140,7 +155,7 @@ function show() {
     }
   }
   const errors = make("section", "", make("h2", "", "Errors"), make("p", "", "One shape, whatever went wrong:"));
-  errors.append(fields(resolve(api.components.schemas.ErrorAnswer)));
+  errors.append(fields(api.components.schemas.ErrorAnswer, false));
   page.append(...tags.values(), errors);
   const wanted = document.getElementById(location.hash.slice(1));
   if (wanted) wanted.open = true;
