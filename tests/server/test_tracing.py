@@ -2,15 +2,19 @@
 
 import asyncio
 import builtins
+import gzip
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from conftest import running
 from fake_engine import FakeEngine
 from live import live
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -173,6 +177,31 @@ async def test_an_engine_that_fails_is_an_error():
         assert (await api.post("/v1/completions", prompt="hi", max_tokens=5))[0] == 500
         ((root, _),) = trees()
     assert (root.status.status_code, root.attributes["error.type"]) == (StatusCode.ERROR, "EngineDeadError")
+
+
+async def test_a_collector_gets_the_spans_that_are_left_at_the_end():
+    """Over the wire, as OTLP."""
+    arrived = []
+
+    async def collect(request):
+        body = await request.read()
+        if request.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        arrived.append(ExportTraceServiceRequest.FromString(body))
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", collect)
+    async with TestServer(app) as collector:
+        config = ServerConfig(otlp_traces_endpoint=str(collector.make_url("/v1/traces")))
+        async with running(FakeEngine(), config) as api:
+            await post(api, headers=HEADERS, prompt="hi", max_tokens=2)
+    (resource,) = [spans for batch in arrived for spans in batch.resource_spans]
+    names = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
+    assert names["service.name"] == "jaxserve"
+    spans = [span for scope in resource.scope_spans for span in scope.spans]
+    assert {span.name for span in spans} == {"text_completion fake", "queue", "prefill", "decode"}
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
 
 
 class Broken(SpanExporter):
