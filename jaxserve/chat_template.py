@@ -40,6 +40,7 @@ RESERVED_VARIABLES = frozenset(
         "tokenize",
         "add_special_tokens",
         "special_tokens_in_content",
+        "max_tokens",
         "raise_exception",
         "strftime_now",
         "padding",

@@ -14,10 +14,12 @@ gives one U+FFFD for each byte of the whole run, valid part included; true bytes
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,10 +27,17 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from jaxserve.chat_template import ChatTemplate, compile_template
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
 
 if TYPE_CHECKING:
     from jaxserve_checkpoints import TokenizerAssets
+
+# Most token ids that a text may have: a list of more would take a tenth of a second to make, with all other
+# threads stopped. No context is as long.
+MAX_TOKENS = 1024 * 1024
+_SHORT_TEXT = 64 * 1024  # characters: any work on so little is short
+_SHORT_IDS = 4096  # decoded within a millisecond
+_NORMALISER_SHRINKS = 4  # times at the most: composed characters, full-width letters
 
 DecoderKind = Literal["byte_level", "sentencepiece", "other"]
 
@@ -132,7 +141,13 @@ class Tokenizer:
 
     # Text to ids
 
-    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        max_tokens: int = MAX_TOKENS,
+    ) -> list[int]:
         """Token ids of `text`.
 
         Args:
@@ -140,16 +155,15 @@ class Tokenizer:
             add_special_tokens: add BOS and EOS as the model's own policy says. There is never a second BOS:
                 where `text` already begins with it, none is added.
             parse_special: the text of a special token in `text` becomes that token; False: it stays text.
+            max_tokens: a text that has more is refused, where possible before it is encoded.
 
         Raises:
             InvalidRequestError: `text` holds lone surrogates, which no UTF-8 text does.
+            ContextLengthError: more than `max_tokens`.
         """
-        _check_encodable(text, "prompt")
-        ids = (
-            _encoded(self._hf, text, add_special_tokens)
-            if parse_special
-            else self._plain.encode(text, add_special_tokens)
-        )
+        self._check_text(text, max_tokens, "prompt")
+        tokenizer = self._hf if parse_special else self._plain.tokenizer
+        ids = _encoded(tokenizer, text, add_special_tokens, max_tokens, "prompt")
         return self._one_bos(ids) if add_special_tokens else ids
 
     def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -167,6 +181,24 @@ class Tokenizer:
             end = max(end, stop)
         kept = self._one_bos(encoding.ids) if add_special_tokens else encoding.ids
         return offsets[len(offsets) - len(kept) :]
+
+    def _check_text(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuses a text that cannot be encoded, or that surely has more than `max_tokens` tokens."""
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            message = "the text holds lone surrogates, which are not characters"
+            raise InvalidRequestError(message, param) from None
+        if num_bytes > _SHORT_TEXT and num_bytes > max_tokens * self._most_bytes_per_token:
+            raise _too_long(None, max_tokens, param)
+
+    @cached_property
+    def _most_bytes_per_token(self) -> float:
+        """Of given text. Without a limit where a token may take up any length of white space."""
+        added = self._hf.get_added_tokens_decoder().values()
+        if self.decoder_kind == "other" or any(token.lstrip or token.rstrip for token in added):
+            return math.inf
+        return _NORMALISER_SHRINKS * max(len(self.token_bytes(i)) for i in range(self.vocab_size))
 
     def bad_word_token_ids(self, word: str) -> list[list[int]]:
         """Token sequences that spell `word`, inside a text and after a space (as in vLLM).
@@ -193,7 +225,10 @@ class Tokenizer:
             InvalidRequestError: an id is not a token id of any vocabulary (negative or past 32 bits).
         """
         try:
-            text: str = self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) <= _SHORT_IDS:
+                text: str = self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            else:  # as a batch of one: only batches let other threads run meanwhile
+                text = self._hf.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
             raise InvalidRequestError("token ids must be in the vocabulary", param="tokens") from error
         return text
@@ -272,6 +307,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         special_tokens_in_content: bool = False,
+        max_tokens: int = MAX_TOKENS,
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation.
@@ -287,11 +323,13 @@ class Tokenizer:
             add_special_tokens: see above.
             special_tokens_in_content: the text of a special token inside a message becomes that token. By
                 default it stays text: a user cannot write control tokens.
+            max_tokens: as in `encode`.
             template_kwargs: further variables of the template (`tools`, `documents`, `enable_thinking`, ...).
 
         Raises:
             InvalidRequestError: no template, a wrong message, or the template refuses (with the template's
                 message).
+            ContextLengthError: more than `max_tokens`.
         """
         guard = None if special_tokens_in_content else self._plain.guard
         text = self._chat.render(
@@ -301,28 +339,39 @@ class Tokenizer:
             template_kwargs=template_kwargs,
             guard=guard,
         )
-        _check_encodable(text, "messages")
+        self._check_text(text, max_tokens, "messages")
         if self._plain.is_guarded(text):
-            ids = self._plain.encode_guarded(text, add_special_tokens)
+            aliased = self._plain.aliased(text)
+            ids = _encoded(self._plain.tokenizer, aliased, add_special_tokens, max_tokens, "messages")
+            ids = self._plain.without_aliases(ids)
         else:
-            ids = _encoded(self._hf, text, add_special_tokens)
+            ids = _encoded(self._hf, text, add_special_tokens, max_tokens, "messages")
         return self._one_bos(ids)
 
 
-def _check_encodable(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError("the text holds lone surrogates, which are not characters", param) from None
+def _too_long(count: int | None, max_tokens: int, param: str) -> ContextLengthError:
+    has = f"more than {max_tokens}" if count is None else f"{count}"
+    if max_tokens == MAX_TOKENS:
+        return ContextLengthError(f"the text has {has} tokens, and at most {max_tokens} are taken", param)
+    return ContextLengthError(
+        f"This model's maximum context length is {max_tokens} tokens, but the prompt has {has} tokens and "
+        "leaves no room for an answer. Shorten the prompt.",
+        param,
+    )
 
 
-def _encoded(tokenizer: HfTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def _encoded(
+    tokenizer: HfTokenizer, text: str, add_special_tokens: bool, max_tokens: int, param: str
+) -> list[int]:
     """Ids of a text.
 
     As a batch of one: only batches let other threads run meanwhile, and a long text takes seconds. The fast
-    kind leaves out offsets, which nobody reads here.
+    kind leaves out offsets, which nobody reads here. The list of ids is made with the lock held.
     """
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    if len(encoding) > max_tokens:
+        raise _too_long(len(encoding), max_tokens, param)
+    ids: list[int] = encoding.ids
     return ids
 
 
@@ -358,6 +407,7 @@ class _PlainEncoder:
         self._special_ids = {text: token_id for token_id, text in special.items()}
         texts = set(self._special_ids) - {""}
         self._pattern = re.compile(_any_of(texts)) if texts else None
+        self._longest = max(map(len, texts), default=0)
         self._nonce = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._copy: HfTokenizer | None = None
@@ -365,31 +415,52 @@ class _PlainEncoder:
 
     def guard(self, text: str) -> str:
         """`text` with every special token in it broken: no two of its characters stay neighbours."""
+        return self._replaced(text, lambda special: self._MARK.join([*special, ""]))
+
+    def _replaced(self, text: str, change: Callable[[str], str]) -> str:
+        """`text` with every special token changed.
+
+        In pieces: one search of a long text would stop other threads. A piece is searched with what follows
+        it, so that a token over its end is found whole; what is found later begins the next piece.
+        """
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda match: self._MARK.join([*match[0], ""]), text)
+        if len(text) <= _SHORT_TEXT:
+            return self._pattern.sub(lambda match: change(match[0]), text)
+        pieces, place = [], 0
+        while place < len(text):
+            end = place + _SHORT_TEXT
+            match = self._pattern.search(text, place, end + self._longest)
+            if match is not None and match.start() < end:
+                pieces += [text[place : match.start()], change(match[0])]
+                place = match.end()
+            else:
+                pieces.append(text[place:end])
+                place = end
+        return "".join(pieces)
 
     def is_guarded(self, text: str) -> bool:
         """Whether some of `text` was broken; without special tokens nothing ever is."""
         return self._pattern is not None and self._MARK in text
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of `text` with special tokens taken as text."""
-        return _encoded(self._plain_copy(), text, add_special_tokens)
+    def aliased(self, text: str) -> str:
+        """For `tokenizer`: a text whose broken special tokens are text and whose whole ones are tokens."""
+        text = self._replaced(text, lambda special: self._alias(self._special_ids[special]))
+        return text.replace(self._MARK, "")
 
-    def encode_guarded(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text whose broken special tokens are text and whose whole ones are tokens."""
-        copy = self._plain_copy()
-        assert self._pattern is not None
-        text = self._pattern.sub(lambda match: self._alias(self._special_ids[match[0]]), text)
-        ids = _encoded(copy, text.replace(self._MARK, ""), add_special_tokens)
-        return [self._alias_ids.get(token_id, token_id) for token_id in ids]
+    def without_aliases(self, token_ids: list[int]) -> list[int]:
+        """What `tokenizer` made of an aliased text, in the model's ids."""
+        return [self._alias_ids.get(token_id, token_id) for token_id in token_ids]
 
     def _alias(self, token_id: int) -> str:
         return f"\ufdd1{self._nonce}:{token_id}\ufdd2"
 
-    def _plain_copy(self) -> HfTokenizer:
-        """Made when first needed: a copy takes some tenths of a second, and few texts need it."""
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        """Takes special tokens as text, but for their aliases.
+
+        Made when first needed: a copy takes some tenths of a second, and few texts need it.
+        """
         with self._lock:
             if self._copy is None:
                 copy = HfTokenizer.from_str(self._hf.to_str())

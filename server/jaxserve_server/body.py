@@ -25,6 +25,8 @@ MAX_PARTS = 128 * 1024  # strings (keys too), lists and objects together: twenty
 IDLE_SECONDS = 10.0  # between two pieces of a body
 READ_SECONDS = 60.0  # for the whole body
 
+BODY_BYTES = web.RequestKey("body_bytes", int)  # how long the body was
+
 _PIECE_BYTES = 64 * 1024
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _BACKSLASHES = re.compile(rb"\\*")
@@ -48,6 +50,7 @@ async def read_body(request: web.Request, kind: type[BodyT]) -> BodyT:
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise _too_large()
     raw = await _receive(request)
+    request[BODY_BYTES] = len(raw)
     if len(raw) <= SHORT_BYTES:
         return _decode(kind, raw)
     return await off_loop(len(raw), _decode, kind, raw)

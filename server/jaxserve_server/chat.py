@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,14 +9,15 @@ from aiohttp import web
 
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve_server.answer import Answer, respond
-from jaxserve_server.body import read_body
+from jaxserve_server.body import BODY_BYTES, read_body
 from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context
 from jaxserve_server.logprobs import TokenText, without_end
 from jaxserve_server.protocol import ChatBody
 from jaxserve_server.sampling import chat_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import chat_token_ids, tokenizer_of
-from jaxserve_server.truncation import room_for_prompt, truncated
+from jaxserve_server.truncation import most_tokens, room_for_prompt, truncated
+from jaxserve_server.workers import off_loop
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -28,7 +28,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     with state.lifecycle.admitted() as engine:
         params = chat_params(body, engine.default_sampling_params)
         tokenizer = tokenizer_of(engine, "messages")
-        token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
+        most = most_tokens(engine.max_model_len, body)
+        token_ids = await off_loop(request[BODY_BYTES], chat_token_ids, tokenizer, body, most)
         room = room_for_prompt(engine.max_model_len, body.token_limit)
         prompt = Prompt(truncated(token_ids, body, room))
         check_context([prompt], engine.max_model_len, "messages")

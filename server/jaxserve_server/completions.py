@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,15 @@ from aiohttp import web
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve_server.answer import Answer, respond
-from jaxserve_server.body import read_body
+from jaxserve_server.body import BODY_BYTES, read_body
 from jaxserve_server.generation import ChoiceCursor, Delta, Prompt, Work, check_context, shows_tokens
 from jaxserve_server.logprobs import CompletionLogprobs, TextOffsets, TokenText
 from jaxserve_server.protocol import CompletionBody
 from jaxserve_server.sampling import completion_params
 from jaxserve_server.state import STATE
 from jaxserve_server.tokens import check_vocabulary, tokenizer_of
-from jaxserve_server.truncation import room_for_prompt, truncated
+from jaxserve_server.truncation import most_tokens, room_for_prompt, truncated
+from jaxserve_server.workers import off_loop
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
@@ -31,7 +31,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = state.model_name(body.model)
     with state.lifecycle.admitted() as engine:
         params = completion_params(body, engine.default_sampling_params)
-        prompts = await asyncio.to_thread(_prompts, engine, body)
+        prompts = await off_loop(request[BODY_BYTES], _prompts, engine, body)
         if engine.tokenizer is None:
             params = params.replace(detokenize=False)
         check_context(prompts, engine.max_model_len, "prompt", room=min(1, body.max_tokens))
@@ -42,11 +42,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 def _prompts(engine: AsyncLLMEngine, body: CompletionBody) -> list[Prompt]:
     room = room_for_prompt(engine.max_model_len, body.token_limit)
+    most = most_tokens(engine.max_model_len, body)
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            token_ids = tokenizer_of(engine, "prompt").encode(prompt, body.add_special_tokens)
+            tokenizer = tokenizer_of(engine, "prompt")
+            token_ids = tokenizer.encode(prompt, body.add_special_tokens, max_tokens=most)
         else:
+            check_context([Prompt(prompt)], most, "prompt", room=0)
             check_vocabulary(prompt, engine.vocab_size, "prompt")
             token_ids = prompt
         if not token_ids:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
+import pydantic_core
 from aiohttp import web
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve_server.body import read_body
+from jaxserve.tokenizer import MAX_TOKENS
+from jaxserve_server.body import BODY_BYTES, read_body
 from jaxserve_server.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from jaxserve_server.state import STATE
 from jaxserve_server.truncation import truncated
+from jaxserve_server.workers import off_loop
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
     from jaxserve.tokenizer import Tokenizer
+
+_PIECE = 64 * 1024  # elements
 
 
 def tokenizer_of(engine: AsyncLLMEngine, param: str | None) -> Tokenizer:
@@ -25,7 +29,9 @@ def tokenizer_of(engine: AsyncLLMEngine, param: str | None) -> Tokenizer:
     return engine.tokenizer
 
 
-def chat_token_ids(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> list[int]:
+def chat_token_ids(
+    tokenizer: Tokenizer, body: ChatBody | TokenizeBody, max_tokens: int = MAX_TOKENS
+) -> list[int]:
     """The conversation as token ids; blocks for as long as the template and the tokenizer take."""
     generation_prompt = body.add_generation_prompt
     return tokenizer.apply_chat_template(
@@ -35,6 +41,7 @@ def chat_token_ids(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> list[
         else generation_prompt,
         continue_final_message=body.continue_final_message,
         add_special_tokens=bool(body.add_special_tokens),
+        max_tokens=max_tokens,
         **body.chat_template_kwargs,
     )
 
@@ -45,19 +52,31 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await read_body(request, TokenizeBody)
     state.model_name(body.model)
     tokenizer = tokenizer_of(engine, "prompt")
+    content = await off_loop(request[BODY_BYTES], _tokenized, tokenizer, body, engine.max_model_len)
+    return web.Response(body=content, content_type="application/json")
+
+
+def _tokenized(tokenizer: Tokenizer, body: TokenizeBody, max_model_len: int) -> bytes:
+    """The answer's JSON."""
     if body.prompt is not None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = await asyncio.to_thread(tokenizer.encode, body.prompt, special)
+        ids = tokenizer.encode(body.prompt, special)
     else:
-        ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
-    ids = truncated(ids, body, engine.max_model_len)
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": engine.max_model_len,
-        "tokens": ids,
-        "token_strs": [tokenizer.token_str(token) for token in ids] if body.return_token_strs else None,
-    }
-    return web.json_response(answer)
+        ids = chat_token_ids(tokenizer, body)
+    ids = truncated(ids, body, max_model_len)
+    texts = [tokenizer.token_str(token) for token in ids] if body.return_token_strs else None
+    return b'{"count":%d,"max_model_len":%d,"tokens":%s,"token_strs":%s}' % (
+        len(ids),
+        max_model_len,
+        _json_list(ids),
+        b"null" if texts is None else _json_list(texts),
+    )
+
+
+def _json_list(items: list[Any]) -> bytes:
+    """Made in pieces: encoding a long list at once would stop other threads."""
+    pieces = (items[start : start + _PIECE] for start in range(0, len(items), _PIECE))
+    return b"[" + b",".join(pydantic_core.to_json(piece)[1:-1] for piece in pieces) + b"]"
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -66,9 +85,13 @@ async def detokenize(request: web.Request) -> web.Response:
     body = await read_body(request, DetokenizeBody)
     state.model_name(body.model)
     tokenizer = tokenizer_of(engine, "tokens")
-    check_vocabulary(body.tokens, engine.vocab_size, "tokens")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return web.json_response({"prompt": text})
+    text = await off_loop(request[BODY_BYTES], _text_of, tokenizer, body.tokens, engine.vocab_size)
+    return web.Response(body=pydantic_core.to_json({"prompt": text}), content_type="application/json")
+
+
+def _text_of(tokenizer: Tokenizer, token_ids: list[int], vocab_size: int) -> str:
+    check_vocabulary(token_ids, vocab_size, "tokens")
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
@@ -88,5 +111,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int, param: str) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        raise InvalidRequestError(f"{param}: every token id must be in 0..{vocab_size - 1}", param)
+    for start in range(0, len(token_ids), _PIECE):
+        piece = token_ids[start : start + _PIECE]
+        if min(piece) < 0 or max(piece) >= vocab_size:
+            raise InvalidRequestError(f"{param}: every token id must be in 0..{vocab_size - 1}", param)

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
-from jaxserve.errors import ConfigError, InvalidRequestError
+import jaxserve.tokenizer as tokenizer_module
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
 from jaxserve.tokenizer import Tokenizer
 from jaxserve_checkpoints import open_checkpoint, resolve_model
 
@@ -216,3 +217,47 @@ def test_whether_decoding_drops_the_space_that_encoding_puts_first():
     assert make_tokenizer(["▁a"], decoders.Sequence([*SENTENCEPIECE, strip])).strips_first_space
     assert make_tokenizer(["▁a"], decoders.Metaspace()).strips_first_space
     assert not make_tokenizer(["▁a"], decoders.Metaspace(prepend_scheme="never")).strips_first_space
+
+
+def test_a_text_with_too_many_tokens_is_refused():
+    tokenizer = golden_tokenizer("f16_tok_llama")
+    ids = tokenizer.encode("hello there " * 50)
+    assert tokenizer.encode("hello there " * 50, max_tokens=len(ids)) == ids
+    with pytest.raises(
+        ContextLengthError, match=rf"length is {len(ids) - 1} tokens, .* has {len(ids)} tokens"
+    ):
+        tokenizer.encode("hello there " * 50, max_tokens=len(ids) - 1)
+
+
+def test_a_text_that_can_never_fit_is_not_even_encoded(monkeypatch):
+    tokenizer = Tokenizer(open_checkpoint(GOLDENS / "gguf" / "f16_tok_gpt2" / "model.gguf").tokenizer())
+    encoded = []
+    encode = tokenizer_module._encoded
+    monkeypatch.setattr(tokenizer_module, "_encoded", lambda *args: encoded.append(1) or encode(*args))
+    longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+    with pytest.raises(ContextLengthError, match="more than 2000 tokens"):
+        tokenizer.encode("x" * (4 * longest * 2000 + 1), max_tokens=2000)
+    assert not encoded
+    with pytest.raises(ContextLengthError, match=r"has \d+ tokens"):
+        tokenizer.encode("x" * (4 * longest * 2000), max_tokens=2000)
+    assert encoded
+
+
+@pytest.mark.parametrize("fill", ["a", "<", "<|end|", "<|end|>", "x<|end|>y</s>"])
+def test_special_tokens_in_long_texts_are_broken_wherever_pieces_end(fill):
+    """Oracle: the same in one search."""
+    plain = golden_tokenizer("f16_tok_llama")._plain
+    for shift in range(9):
+        text = "." * shift + fill * (200_000 // len(fill)) + "<s>"
+        whole = plain._pattern.sub(lambda match: plain._MARK.join([*match[0], ""]), text)
+        assert plain.guard(text) == whole
+        assert plain.aliased(plain.guard(text)) == text
+
+
+def test_many_ids_are_decoded_as_few_are():
+    tokenizer = golden_tokenizer("f16_tok_llama")
+    ids = tokenizer.encode("hello wörld " * 3000)
+    assert len(ids) > 4096
+    assert tokenizer.decode(ids) == tokenizer._hf.decode(ids)
+    with pytest.raises(InvalidRequestError):
+        tokenizer.decode([-1] * 5000)
