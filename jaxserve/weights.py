@@ -48,6 +48,9 @@ def check_tensors(checkpoint: Checkpoint, skeleton: ModelSkeleton) -> dict[str, 
     gguf = family.gguf if checkpoint.format == "gguf" else None
     wanted = [name for rows in skeleton.rows.values() for row in rows for name in row.names]
     in_file = {name: gguf.name(name) if gguf is not None else name for name in wanted}
+    if gguf is None and "embed_tokens.weight" in checkpoint.tensors:
+        # Saved from the class without an output matrix, as embedding models are.
+        in_file = {name: name.removeprefix("model.") for name in wanted}
     missing = sorted(set(in_file.values()) - set(checkpoint.tensors))
     if missing:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} in all)")

@@ -104,8 +104,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family that a config.json names. Raises UnsupportedModelError, with the nearest known names."""
     names = config.get("architectures") or []
     architecture = names[0] if isinstance(names, list) and names else str(config.get("model_type", ""))
+    # Embedding models are saved from the class without an output matrix.
+    is_base = architecture.endswith("Model")
+    whole = f"{architecture.removesuffix('Model')}ForCausalLM" if is_base else architecture
     for family in FAMILIES:
-        if architecture in family.architectures or architecture == family.name:
+        if whole in family.architectures or architecture == family.name:
             return family
     raise _unknown(architecture, [a for f in FAMILIES for a in f.architectures])
 

@@ -12,12 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, AsyncLLMEngine, PoolingParams, SamplingParams
 from jaxserve.engine import LLMEngine
 from jaxserve.engine_args import EngineArgs
-from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedModelError
 from jaxserve.loading import Live, load_engine
+from jaxserve.models.registry import family_of
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling import LAST, MEAN, Pooling, embedding_of
 from jaxserve.step import make_pool
@@ -238,6 +240,33 @@ def test_many_prompts_come_back_in_order_whatever_their_lengths() -> None:
         assert llm.embed([]).shape == (0, TINY.hidden_size)
         with pytest.raises(InvalidRequestError, match="PoolingParams"):
             llm.embed(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_the_base_class_is_the_same_model(tmp_path: Path) -> None:
+    """As embedding models are saved: no `model.` before the names, no output matrix where it is tied."""
+    pack = GOLDENS / "arch" / "gemma3_text"
+    config = json.loads((pack / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    arrays = load_file(pack / "model.safetensors")
+    bare = {n.removeprefix("model."): v for n, v in arrays.items() if n != "lm_head.weight"}
+    with_modules(pack, tmp_path, MODES[MEAN])
+    save_file(bare, tmp_path / "model.safetensors")
+    prompts, expected = golden("gemma3_text", MEAN, normalize=True)
+    with load(tmp_path) as llm, load(pack) as whole:
+        np.testing.assert_allclose(llm.embed(prompts), expected, atol=1e-5, rtol=0)
+        np.testing.assert_array_equal(llm.logits(prompts[0]), whole.logits(prompts[0]))
+
+
+@pytest.mark.quick
+def test_the_base_class_of_a_family_is_the_family_and_a_bidirectional_one_is_not() -> None:
+    config = json.loads((GOLDENS / "arch" / "qwen3" / "config.json").read_text())
+    assert family_of({**config, "architectures": ["Qwen3Model"]}).name == "qwen3"
+    assert family_of({**config, "architectures": ["LlamaModel"]}).name == "llama"
+    for name in ("Gemma3TextModel", "BertModel", "Model"):
+        with pytest.raises(UnsupportedModelError, match=name):
+            family_of({"architectures": [name]})
+    with pytest.raises(UnsupportedModelError, match="is_causal"):
+        family_of(config).config_from_hf({**config, "is_causal": False})
 
 
 def test_texts_are_embedded_with_their_special_tokens() -> None:
