@@ -161,13 +161,13 @@ async def test_build_and_cache_settings_are_labels(api):
 
 
 async def test_rejections_are_counted_by_reason(engine):
-    engine.max_queue = 0
     async with running(engine) as api:
         await api.post("/v1/completions", prompt="")
         await api.post("/v1/completions", prompt="x", model="other")
         await api.post("/v1/completions", prompt="x" * 600)
-        await api.post("/v1/completions", prompt="a")
         await api.post("/nowhere")
+        engine.max_queue = 0
+        await api.post("/v1/completions", prompt="a")
         samples = await scrape(api)
     reasons = {"400": 1, "model_not_found": 1, "context_length_exceeded": 1, "queue_full": 1, "404": 1}
     for reason, times in reasons.items():
