@@ -15,8 +15,13 @@ import openai
 import pytest
 from conftest import running
 from fake_engine import BOS, vector_of
-from live import is_idle, live
+from live import is_idle, live, tiny_args
+from test_limits import limited
+from test_metrics import scrape
+from test_openapi import check, document_of
+from test_tracing import traced
 
+from jaxserve import AsyncLLMEngine
 from jaxserve.pooling import Pooling, PoolingParams
 from jaxserve_server.config import ServerConfig
 
@@ -66,6 +71,11 @@ async def test_an_answer_has_the_shape_of_openais(api):
         "model": "fake",
         "usage": {"prompt_tokens": 3, "total_tokens": 3},
     }
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_an_answer_is_what_the_document_says(api, encoding):
+    check(await document_of(api), "Embeddings", await embed(api, ["hi", "you"], encoding_format=encoding))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +254,34 @@ async def test_its_log_line_has_counts_and_no_texts(engine, caplog):
     assert "secret" not in str(fields)
 
 
+async def test_it_is_one_span_with_its_phases(api):
+    trees = traced(api)
+    await embed(api, ["hi", "you"], dimensions=4)
+    ((root, children),) = trees()
+    assert root.name == "embeddings fake"
+    assert root.attributes["gen_ai.embeddings.dimension.count"] == 4
+    assert root.attributes["gen_ai.usage.input_tokens"] == 7
+    assert "gen_ai.request.temperature" not in root.attributes
+    assert {name: len(spans) for name, spans in children.items()} == {"queue": 2, "prefill": 2}
+
+
+async def test_its_tokens_are_charged_to_the_key(tmp_path):
+    async with limited(tmp_path, "tokens-per-minute=5") as api:
+        headers = {"Authorization": "Bearer sk-a"}
+        async with api.http.post(PATH, json={"input": ["hi", "you"]}, headers=headers) as response:
+            assert response.status == 200
+        async with api.http.post(PATH, json={"input": "hi"}, headers=headers) as response:
+            assert response.status == 429
+            assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_one_that_takes_too_long_is_a_504_and_frees_everything(engine):
+    engine.pause()
+    async with running(engine, ServerConfig(request_timeout=0.2)) as api:
+        await refused(api, None, 504)
+        assert not engine.streams
+
+
 async def test_numbers_that_are_not_finite_are_never_sent(api, engine, monkeypatch):
     monkeypatch.setattr("fake_engine.vector_of", lambda ids, size: np.full(size, np.nan, np.float32))
     for encoding in ("float", "base64"):
@@ -335,6 +373,20 @@ async def test_a_live_server_gives_the_engines_vectors(kind):
         for vector in await again:
             np.testing.assert_allclose(vector, found, atol=1e-5)
         assert await is_idle(api.engine)
+
+
+async def test_metrics_count_prompts_and_their_ends():
+    engine = await asyncio.to_thread(AsyncLLMEngine.from_engine_args, tiny_args("gpt2"))
+    async with running(engine) as api:
+        await embed(api, [[5] * 20, [6] * 30])
+        samples = await scrape(api)
+    await asyncio.to_thread(engine.shutdown)
+    by_name = {name: value for (name, labels), value in samples.items() if not labels}
+    assert by_name["jaxserve_prompt_tokens_total"] == by_name["vllm:prompt_tokens_total"] == 50
+    assert by_name["jaxserve_generation_tokens_total"] == 0
+    reasons = {labels: v for (name, labels), v in samples.items() if name == "vllm:request_success_total"}
+    assert sum(reasons.values()) == 2
+    assert [v for labels, v in reasons.items() if "stop" in str(labels)] == [2]
 
 
 async def test_a_checkpoint_that_asks_for_another_pooling_refuses_embeddings_only():
