@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # JSON has no -inf
-_CONTEXT_TOKENS = 4  # a character has at most four bytes
+_MAX_CHAR_BYTES = 4  # of one character in UTF-8
 
 
 class TokenText:
@@ -89,8 +89,12 @@ class TextOffsets:
     def __init__(self, token_text: TokenText, context: Sequence[int] = ()) -> None:
         self._token_text = token_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in context[-_CONTEXT_TOKENS:]:
-            self._decoder.decode(token_text.text_bytes(token_id))
+        before = b""
+        for token_id in reversed(context):
+            before = token_text.text_bytes(token_id) + before
+            if len(before) >= _MAX_CHAR_BYTES:
+                break
+        self._decoder.decode(before)
         self._length = 0
         self.offsets: list[int] = []
         self.ends: list[int] = []  # characters that are whole after each token
