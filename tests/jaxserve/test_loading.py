@@ -73,6 +73,20 @@ def test_an_end_token_outside_the_vocabulary_never_comes(directory: Path, eos: A
     assert output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("given", ["auto", "none", "folder"])
+def test_a_generation_config_says_what_ends_a_sequence(directory: Path, tmp_path: Path, given: str) -> None:
+    """`none` drops the sampling defaults alone, which a user may dislike; the ends are the model's."""
+    folder = directory
+    if given == "folder":
+        folder, given = tmp_path / "other", str(tmp_path / "other")
+        folder.mkdir()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9], "top_k": 1}))
+    with LLM(directory, **SMALL, generation_config=given) as llm:
+        ends = [SamplingParams(max_tokens=4, logit_bias={end: 100.0}) for end in (5, 9)]
+        outputs = [llm.generate([6, 7], params)[0].outputs[0] for params in ends]
+    assert [(len(output.token_ids), output.finish_reason) for output in outputs] == [(1, "stop")] * 2
+
+
 def change(directory: Path, edit: Callable[[dict[str, np.ndarray]], object]) -> None:
     arrays = dict(load_file(directory / "model.safetensors"))
     edit(arrays)
