@@ -14,6 +14,7 @@ import pytest
 from conftest import running
 from fake_engine import FakeEngine
 
+import jaxserve_server.body
 from jaxserve_server.config import ServerConfig
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -278,6 +279,19 @@ async def test_chunks_that_turn_bad_end_the_request_at_once(api):
         answer.error()
         assert time.monotonic() - start < 1
         assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("how", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+async def test_a_body_that_stops_coming_is_a_408(api, how, monkeypatch):
+    monkeypatch.setattr(jaxserve_server.body, "IDLE_SECONDS", 0.3)
+    async with connected(api) as (reader, writer):
+        writer.write(POST + how.encode() + b"\r\n\r\n1\r\n{\r\n")
+        start = time.monotonic()
+        answer = await read_answer(reader)
+    assert answer.status == 408
+    answer.error()
+    assert 0.2 < time.monotonic() - start < 5
+    assert await is_alive(api)
 
 
 @pytest.mark.parametrize("end", [b"Content-Length: 10\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"])
