@@ -5,11 +5,11 @@ The answers themselves are built as plain dicts: a chunk of a stream is made for
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-OptionalKey = Field(default=None)  # a key that is there only where the request asks for it
+OptionalKey: Any = Field(default=None)  # a key that is there only where the request asks for it
 
 
 class Shape(BaseModel):
@@ -210,7 +210,7 @@ class ModelCard(Shape):
     parent: str | None
     max_model_len: int
     """Tokens of the longest prompt and answer together."""
-    permission: Annotated[list[dict[str, object]], Field(max_length=0)]
+    permission: Annotated[list[dict[str, Any]], Field(max_length=0)]
 
 
 class ModelList(Shape):

@@ -182,7 +182,14 @@ class GenerationBody(Body):
         {"tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs"}
         | {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort"}
     )
-    ignored = ("user", "metadata", "store", "service_tier", "request_id", "session_id")
+    ignored: ClassVar[tuple[str, ...]] = (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "request_id",
+        "session_id",
+    )
 
     model: ModelName = ""
     temperature: float | None = Field(None, ge=0, le=2)
@@ -259,11 +266,6 @@ class GenerationBody(Body):
         return self
 
     @property
-    def token_limit(self) -> int | None:
-        """The most tokens the client wants in a choice; None: the rest of the context."""
-        raise NotImplementedError
-
-    @property
     def wants_logprobs(self) -> bool:
         """Whether the answer shows log-probabilities of the generated tokens."""
         logprobs: int | bool | None = getattr(self, "logprobs", None)
@@ -321,6 +323,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def token_limit(self) -> int:
+        """The most tokens the client wants in a choice."""
         return self.max_tokens
 
 
@@ -407,6 +410,7 @@ class ChatBody(GenerationBody):
 
     @property
     def token_limit(self) -> int | None:
+        """The most tokens the client wants in a choice; None: the rest of the context."""
         return self.max_completion_tokens or self.max_tokens
 
 
