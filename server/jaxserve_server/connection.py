@@ -23,6 +23,7 @@ from jaxserve_server.state import STATE
 
 MAX_HEADER_BYTES = 16 * 1024  # the request line and all fields together
 MAX_HEADERS = 100
+SERVER = "jaxserve"  # the Server header
 HEADER_SECONDS = (
     10.0  # from the first byte of a header (the connection's start for the first one) to its last
 )
@@ -188,7 +189,7 @@ class Connection(web.RequestHandler):
 
     def _answer(self, error: ApiError) -> web.Response:
         self._rejected(error.code or str(error.status))
-        headers = {**error.headers, "X-Request-Id": uuid.uuid4().hex}
+        headers = {**error.headers, "X-Request-Id": uuid.uuid4().hex, "Server": SERVER}
         return web.json_response(error.body(), status=error.status, headers=headers)
 
 

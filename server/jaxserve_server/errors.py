@@ -83,6 +83,7 @@ def to_api_error(error: BaseException) -> ApiError:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param)
         case QueueFullError():
+            # A place is free as soon as any request ends; clients' own back-off does the rest.
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
         case EngineDeadError():
             return ApiError(500, "the engine stopped before the request was finished", code="engine_dead")

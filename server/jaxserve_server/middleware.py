@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve_server.access import API_KEY, ApiKey, find_key
-from jaxserve_server.connection import check_header
+from jaxserve_server.connection import SERVER, check_header
 from jaxserve_server.errors import ApiError, no_such_path, to_api_error
 from jaxserve_server.limits import LIMITS
 from jaxserve_server.logs import current_request_id
@@ -185,6 +185,7 @@ def authenticate(keys: Sequence[ApiKey], also_open: Container[Handler] = ()) -> 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal before headers go out, of streams too."""
     request[_IS_ANSWERED] = True
+    response.headers["Server"] = SERVER  # not the names and versions of what it is made of
     request_id = request.get(_REQUEST_ID)
     if request_id is not None:
         response.headers["X-Request-Id"] = request_id

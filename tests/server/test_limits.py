@@ -220,6 +220,15 @@ async def test_prompts_and_outputs_are_charged(tmp_path, path, body, cost, strea
     assert list(taken_tokens.values()) == [cost]
 
 
+async def test_embedded_tokens_are_charged(tmp_path, taken_tokens):
+    async with limited(tmp_path, "tokens-per-minute=8") as api:
+        async with send(api, "/v1/embeddings", input=["ab", "abcde"]) as response:
+            assert response.status == 200, await response.text()
+        assert list(taken_tokens.values()) == [3 + 6]
+        async with send(api, "/v1/embeddings", input="ab") as response:
+            assert response.status == 429
+
+
 async def test_a_spent_budget_refuses_generation_and_not_counting(tmp_path):
     async with limited(tmp_path, "tokens-per-minute=20") as api:
         async with send(api, max_tokens=40, stream=True) as response:

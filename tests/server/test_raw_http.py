@@ -43,6 +43,7 @@ class Answer:
         """The error, after a look at its shape."""
         assert self.headers["content-type"].startswith("application/json")
         assert self.headers["x-request-id"]
+        assert self.headers["server"] == "jaxserve"
         body = json.loads(self.body)
         assert body.keys() == {"error"}
         assert body["error"].keys() == {"message", "type", "param", "code"}
