@@ -29,6 +29,7 @@ from jaxserve_server.body import MAX_BODY_BYTES
 from jaxserve_server.config import ServerConfig
 from jaxserve_server.connection import create_runner
 from jaxserve_server.lifecycle import Lifecycle
+from jaxserve_server.serve import freeze_loaded
 from jaxserve_server.state import STATE
 
 BEAT_SECONDS = 0.005
@@ -132,6 +133,7 @@ async def measure(args: argparse.Namespace) -> bool:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     app[STATE].metrics.engine = await lifecycle.load()
+    freeze_loaded()
     heartbeat = Heartbeat()
     command = [*sys.argv, "--client", f"http://127.0.0.1:{runner.addresses[0][1]}"]
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from jaxserve_server.admin import HOST as ADMIN_HOST
 from jaxserve_server.admin import create_admin_app
 from jaxserve_server.app import create_app
 from jaxserve_server.config import ServerConfig
-from jaxserve_server.connection import create_runner
+from jaxserve_server.connection import Listener, create_runner
 from jaxserve_server.lifecycle import Lifecycle
 from jaxserve_server.state import STATE
 
@@ -57,13 +58,14 @@ async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[
         url = await _listen(runner, config)
         if config.admin_port is not None:
             await admin.setup()
-            await web.TCPSite(admin, ADMIN_HOST, config.admin_port).start()
+            await Listener(admin, ADMIN_HOST, config.admin_port).start()
             logger.info("admin listener at http://%s:%d", ADMIN_HOST, admin.addresses[0][1])
         logger.info("loading %s; %s answers meanwhile", model_names[0], url)
         loading = asyncio.ensure_future(lifecycle.load())
         if await _first(loading, stopping.wait()) is not loading:
             return 0
         app[STATE].metrics.engine = loading.result()
+        freeze_loaded()
         logger.info("ready: serving %s at %s/v1", ", ".join(model_names), url)
         died = asyncio.ensure_future(lifecycle.died(config.step_timeout))
         if await _first(died, stopping.wait()) is died:
@@ -78,6 +80,16 @@ async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[
     finally:
         await runner.cleanup()
         await admin.cleanup()
+
+
+def freeze_loaded() -> None:
+    """Takes all that was made while loading from the garbage collector's view, for good.
+
+    A full collection goes through every object with all threads stopped: a tenth of a second and more for
+    what jax and a model consist of, at any moment of serving.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -104,8 +116,7 @@ async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
             context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"the certificate cannot be used: {error}") from error
-    site = web.TCPSite(runner, config.host, config.port, ssl_context=context, backlog=2048)
-    await site.start()
+    await Listener(runner, config.host, config.port, ssl_context=context, backlog=2048).start()
     port = runner.addresses[0][1]
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{'https' if context else 'http'}://{host}:{port}"
