@@ -196,7 +196,7 @@ class GenerationBody(Body):
     """0 is greedy. Left open: the model's own default, then 1."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Sample from the most likely tokens that hold this much probability. Default: the model's, then 1."""
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    top_k: int | None = Field(None, ge=-1)
     """Sample from this many tokens; 0 and -1: from all. Default: the model's, then 0."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Drop tokens below this share of the most likely one's probability. Default: the model's, then 0."""

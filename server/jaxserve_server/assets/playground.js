@@ -58,7 +58,7 @@ function requestBody() {
   const body = {
     messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true },
   };
   if ($("model").value) body.model = $("model").value;
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = Number($(name).value);
