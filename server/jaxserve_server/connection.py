@@ -64,6 +64,23 @@ def _header_too_large() -> ApiError:
     return ApiError(431, message, code="header_too_large")
 
 
+class Listener(web.TCPSite):
+    """A port. Clients have as long for TLS as for a header; aiohttp leaves them asyncio's minute."""
+
+    __slots__ = ()
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        self._server = await asyncio.get_running_loop().create_server(
+            self._runner.server,  # type: ignore[arg-type]
+            self._host,
+            self._port,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=None if self._ssl_context is None else HEADER_SECONDS,
+        )
+
+
 class _Runner(web.AppRunner):
     __slots__ = ()
 
