@@ -67,8 +67,8 @@ def cases(max_model_len: int) -> Iterator[tuple[str, str, bytes]]:
     yield case("a prompt that fills the context", completions, prompt=(TEXT * max_model_len)[:words])
     yield case("8 MiB of text", completions, prompt=long)
     yield case("8 MiB of text in a message", chat, messages=[{"role": "user", "content": long}])
-    yield case("a million token ids", completions, prompt=[12345] * 1_048_000)
-    prompts = [[12345] * (max_model_len // 2)] * min(1024, 2_000_000 // max_model_len)
+    yield case("half a million token ids", completions, prompt=[12345] * 524_000)
+    prompts = [[12345] * (max_model_len // 2)] * min(1024, 1_000_000 // max_model_len)
     yield case("many prompts of ids", completions, prompt=prompts, max_tokens=1)
     yield case("8 MiB of token ids", completions, prompt=[123] * (ROOM // 4))
     yield case("26,000 messages", chat, messages=[{"role": "user", "content": "hi"}] * 26_000)
@@ -76,7 +76,7 @@ def cases(max_model_len: int) -> Iterator[tuple[str, str, bytes]]:
     yield case("8 MiB of escapes", completions, prompt="\n" * (ROOM // 2))
     yield case("tokenize 2 MiB", "/tokenize", prompt=long[: ROOM // 4], return_token_strs=True)
     yield case("detokenize 2,048 ids", "/detokenize", tokens=[12345] * 2048)
-    yield case("detokenize a million ids", "/detokenize", tokens=[12345] * 1_048_000)
+    yield case("detokenize half a million ids", "/detokenize", tokens=[12345] * 524_000)
     yield "8 MiB of '['", chat, b"[" * MAX_BODY_BYTES
     yield "8 MiB of '{}'", chat, b"[" + b"{}," * (ROOM // 3) + b"{}]"
 

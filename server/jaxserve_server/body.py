@@ -20,7 +20,7 @@ from jaxserve_server.workers import SHORT_BYTES, off_loop
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_DEPTH = 64
-MAX_VALUES = 1024 * 1024  # elements of all lists and objects together: token ids above all
+MAX_VALUES = 512 * 1024  # elements of all lists and objects together: token ids above all
 MAX_PARTS = 128 * 1024  # strings (keys too), lists and objects together: twenty thousand messages and more
 IDLE_SECONDS = 10.0  # between two pieces of a body
 READ_SECONDS = 60.0  # for the whole body
