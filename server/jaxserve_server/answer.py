@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
 
 logger = logging.getLogger(__name__)
+
+_BYTES_PER_LOGPROB = 64  # of JSON, about
+_SHORT_ANSWER = 512 * 1024  # bytes: some hundredths of a second
 
 
 class Answer(ABC):
@@ -97,7 +101,22 @@ async def respond(
             finished = [output for output in finals if output is not None and output.finished]
             if len(finished) < len(finals):
                 raise EngineDeadError("a request ended without an end")
-            return web.Response(body=json.dumps(answer.whole_body(finished)), content_type="application/json")
+            return web.Response(body=await _whole_json(answer, finished), content_type="application/json")
+
+
+async def _whole_json(answer: Answer, outputs: Sequence[RequestOutput]) -> str:
+    """The body of an answer that is not streamed; one with many log-probabilities is made on a thread."""
+    size = _BYTES_PER_LOGPROB * sum(_num_logprobs(output) for output in outputs)
+    if size <= _SHORT_ANSWER:
+        return json.dumps(answer.whole_body(outputs))
+    # `iterencode` is Python: unlike `dumps` it lets other threads run.
+    encode = json.JSONEncoder().iterencode
+    return await asyncio.to_thread(lambda: "".join(encode(answer.whole_body(outputs))))
+
+
+def _num_logprobs(output: RequestOutput) -> int:
+    lists = [output.prompt_logprobs, *(choice.logprobs for choice in output.outputs)]
+    return sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)
 
 
 async def _watched(

@@ -10,9 +10,12 @@ import pytest
 from conftest import running
 from fake_engine import FakeEngine
 
+from jaxserve_server import answer as answer_module
 from jaxserve_server import body as body_module
 from jaxserve_server import workers
 from jaxserve_server.body import MAX_BODY_BYTES, MAX_DEPTH, MAX_PARTS, MAX_VALUES, check_shape
+from jaxserve_server.chat import ChatAnswer
+from jaxserve_server.completions import CompletionAnswer
 from jaxserve_server.errors import ApiError
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -171,6 +174,24 @@ async def test_a_short_body_is_decoded_where_it_is_and_encoded_by_short_work(thr
         await api.complete("hi", max_tokens=1)
     assert seen["_decode"] == {threading.current_thread().name}
     assert all(name.startswith("short-work") for name in seen["encode"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_an_answer_with_many_logprobs_is_made_on_a_thread_and_is_the_same(threads, monkeypatch, path):
+    seen, watch = threads
+    given = {"prompt": "hello", "logprobs": 20, "echo": True}
+    if "chat" in path:
+        given = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    async with running(FakeEngine(max_model_len=4096)) as api:
+        answers = []
+        for short in (2**30, 1000):
+            monkeypatch.setattr(answer_module, "_SHORT_ANSWER", short)
+            status, answer = await api.post(path, **given, max_tokens=100, prompt_logprobs=5)
+            assert status == 200
+            answers.append({key: value for key, value in answer.items() if key not in ("id", "created")})
+            watch(CompletionAnswer if "chat" not in path else ChatAnswer, "whole")
+    assert answers[0] == answers[1]
+    assert threading.current_thread().name not in seen["whole"]
 
 
 async def test_a_flood_of_long_inputs_leaves_short_ones_alone_and_is_bounded(monkeypatch):
