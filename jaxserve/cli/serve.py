@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,12 @@ def run(values: Values) -> int:
         # Importing jax takes a second or two; the socket is open by now.
         from jaxserve.async_engine import AsyncLLMEngine
 
-        return AsyncLLMEngine.from_engine_args(args)
+        engine = AsyncLLMEngine.from_engine_args(args)
+        # What lives as long as the process is kept out of collections: with jax loaded, a full one would
+        # hold every thread for a sixth of a second.
+        gc.collect()
+        gc.freeze()
+        return engine
 
     return serve(config, load, config.served_model_name or (args.model,))
 
