@@ -78,23 +78,36 @@ async def outputs_of(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[i
         async for output in streams[0]:
             yield 0, output
         return
-    iterators = [aiter(stream) for stream in streams]
-    waiting = {asyncio.ensure_future(anext(it)): index for index, it in enumerate(iterators)}
+    # A task for each stream and one queue: the cost of an output does not grow with the number of streams.
+    ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(len(streams))
+    tasks = [asyncio.ensure_future(_pass_on(index, stream, ready)) for index, stream in enumerate(streams)]
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waiting.pop(task)
-                try:
-                    output = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(iterators[index]))] = index
-                yield index, output
+        num_left = len(streams)
+        while num_left:
+            index, got = await ready.get()
+            if got is None:
+                num_left -= 1
+            elif isinstance(got, Exception):
+                raise got
+            else:
+                yield index, got
     finally:
-        for task in waiting:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pass_on(
+    index: int, stream: RequestStream, ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]]
+) -> None:
+    """A stream's outputs, then None or what failed. While the queue is full, newer outputs coalesce."""
+    try:
+        async for output in stream:
+            await ready.put((index, output))
+    except Exception as error:
+        await ready.put((index, error))
+    else:
+        await ready.put((index, None))
 
 
 @dataclass(frozen=True)

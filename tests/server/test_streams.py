@@ -128,3 +128,16 @@ async def test_random_bytes_stream_as_valid_json():
         events = await api.events(COMPLETIONS, prompt="hi", max_tokens=200, logprobs=5)
         whole = await api.complete("hi", max_tokens=200, logprobs=5)
     assert joined(events, "text")[0][0] == whole["choices"][0]["text"]
+
+
+async def test_a_thousand_prompts_share_one_stream(engine):
+    async with running(engine) as api:
+        events = await api.events("/v1/completions", prompt=["hi"] * 1000, max_tokens=3)
+    texts: dict[int, str] = {}
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert sorted(texts) == [*range(1000)]
+    assert len(set(texts.values())) == 1
+    assert sum(event["choices"][0]["finish_reason"] == "length" for event in events) == 1000
+    assert engine.streams == {}
