@@ -115,8 +115,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/startup"): Operation("200 once the model is loaded", "Probes", answers.Status),
     ("GET", "/metrics"): Operation("Prometheus metrics", "Operation", media=METRICS, errors=(401,)),
     ("GET", "/version"): Operation("The version", "Operation", answers.Version, errors=(401,)),
-    ("GET", "/openapi.json"): Operation("This document", "Operation", errors=(401,)),
-    ("GET", "/docs"): Operation("This document as a page", "Pages", media=HTML, errors=(401,)),
+    ("GET", "/openapi.json"): Operation("The OpenAPI document", "Operation", errors=(401,)),
+    ("GET", "/docs"): Operation("The document as a page", "Pages", media=HTML, errors=(401,)),
     ("GET", "/"): Operation("A page to try the model on", "Pages", media=HTML, errors=(401,)),
 }
 _PROBES = ("/health", "/ready", "/startup")
