@@ -178,6 +178,10 @@ async def test_live_answers_are_as_the_document_says():
         for strs in (True, False):
             check(document, "Tokens", (await api.post("/tokenize", prompt="hi", return_token_strs=strs))[1])
         check(document, "Detokenized", (await api.post("/detokenize", tokens=[5, 6]))[1])
+        for encoding in ("float", "base64"):
+            status, vectors = await api.post("/v1/embeddings", input=["a", "b"], encoding_format=encoding)
+            assert status == 200
+            check(document, "Embeddings", vectors)
         check(document, "ErrorAnswer", (await api.post("/v1/completions", prompt=""))[1])
         check(document, "ErrorAnswer", (await api.post("/v1/completions", prompt="x", model="y"))[1])
         assert await is_idle(api.engine)
