@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -29,7 +30,6 @@ from jaxserve_server.body import MAX_BODY_BYTES
 from jaxserve_server.config import ServerConfig
 from jaxserve_server.connection import create_runner
 from jaxserve_server.lifecycle import Lifecycle
-from jaxserve_server.serve import freeze_loaded
 from jaxserve_server.state import STATE
 
 BEAT_SECONDS = 0.005
@@ -133,7 +133,8 @@ async def measure(args: argparse.Namespace) -> bool:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     app[STATE].metrics.engine = await lifecycle.load()
-    freeze_loaded()
+    gc.collect()
+    gc.freeze()  # as `jaxserve serve` does
     heartbeat = Heartbeat()
     command = [*sys.argv, "--client", f"http://127.0.0.1:{runner.addresses[0][1]}"]
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -65,7 +64,6 @@ async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[
         if await _first(loading, stopping.wait()) is not loading:
             return 0
         app[STATE].metrics.engine = loading.result()
-        freeze_loaded()
         logger.info("ready: serving %s at %s/v1", ", ".join(model_names), url)
         died = asyncio.ensure_future(lifecycle.died(config.step_timeout))
         if await _first(died, stopping.wait()) is died:
@@ -80,16 +78,6 @@ async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[
     finally:
         await runner.cleanup()
         await admin.cleanup()
-
-
-def freeze_loaded() -> None:
-    """Takes all that was made while loading from the garbage collector's view, for good.
-
-    A full collection goes through every object with all threads stopped: a tenth of a second and more for
-    what jax and a model consist of, at any moment of serving.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _stop_on_signals() -> asyncio.Event:
