@@ -29,8 +29,9 @@ from jaxserve.bench.load import closed_loop
 from jaxserve.bench.offline import sender
 from jaxserve.bench.trace import TraceItem, make_trace
 from jaxserve.engine_args import DEFAULT_MODEL
-from jaxserve_server.app import create_app, create_runner
+from jaxserve_server.app import create_app
 from jaxserve_server.config import ServerConfig
+from jaxserve_server.connection import create_runner
 from jaxserve_server.lifecycle import Lifecycle
 from jaxserve_server.state import STATE
 
