@@ -16,7 +16,7 @@ from typing import Any
 from jaxserve.errors import InvalidRequestError
 
 MAX_N = 16
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64  # the server takes fewer, see its --max-stop-strings
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
@@ -44,7 +44,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # [-2, 2], over generated tokens
     repetition_penalty: float = 1.0  # > 0, over prompt and generated tokens
     seed: int | None = None  # int64
-    stop: str | Iterable[str] | None = None  # up to 4 strings
+    stop: str | Iterable[str] | None = None  # up to 64 strings
     stop_token_ids: Iterable[int] | None = None  # up to 1024
     allowed_token_ids: Iterable[int] | None = None  # nothing else is ever sampled
     bad_words: Iterable[str] | None = None  # up to 256

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from jaxserve_server.errors import ApiError
 from jaxserve_server.protocol import Body, parse
+from jaxserve_server.state import STATE
 from jaxserve_server.workers import SHORT_BYTES, off_loop
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -51,9 +52,10 @@ async def read_body(request: web.Request, kind: type[BodyT]) -> BodyT:
         raise _too_large()
     raw = await _receive(request)
     request[BODY_BYTES] = len(raw)
+    most = request.app[STATE].config.max_stop_strings
     if len(raw) <= SHORT_BYTES:
-        return _decode(kind, raw)
-    return await off_loop(len(raw), _decode, kind, raw)
+        return _decode(kind, raw, most)
+    return await off_loop(len(raw), _decode, kind, raw, most)
 
 
 async def _receive(request: web.Request) -> bytes:
@@ -77,13 +79,13 @@ def _too_large() -> ApiError:
     return ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
 
 
-def _decode(kind: type[BodyT], raw: bytes) -> BodyT:
+def _decode(kind: type[BodyT], raw: bytes, max_stop_strings: int) -> BodyT:
     check_shape(raw)
     try:
         data = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    return parse(kind, data)
+    return parse(kind, data, max_stop_strings)
 
 
 def check_shape(raw: bytes) -> None:

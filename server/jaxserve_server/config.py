@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.errors import ConfigError
+from jaxserve.sampling_params import MAX_STOP_STRINGS
+
+DEFAULT_STOP_STRINGS = 4  # of a request
 
 # A scheme, a host, maybe a port, as browsers write it: no path, nothing in upper case.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#A-Z]+)(:\d{1,5})?")
@@ -47,6 +50,10 @@ class ServerConfig:
         "also listen on this port of the loopback interface for /reset_prefix_cache and /server_info; "
         "0 picks a free one and prints it",
     )
+    max_stop_strings: int = _flag(
+        DEFAULT_STOP_STRINGS,
+        f"strings that `stop` of a request may list, up to {MAX_STOP_STRINGS}; OpenAI's API takes 4",
+    )
     request_timeout: float | None = _flag(
         None, "seconds that a request may take, waiting included, before it is stopped with an error"
     )
@@ -74,6 +81,10 @@ class ServerConfig:
             raise ConfigError(f"admin_port must be in 0..65535, not {self.admin_port}")
         if not 0 <= self.drain_timeout < math.inf:
             raise ConfigError(f"drain_timeout must not be negative, not {self.drain_timeout}")
+        if not 1 <= self.max_stop_strings <= MAX_STOP_STRINGS:
+            raise ConfigError(
+                f"max_stop_strings must be in 1..{MAX_STOP_STRINGS}, not {self.max_stop_strings}"
+            )
         for name in ("request_timeout", "step_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < math.inf:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxserve.chat_template import RESERVED_VARIABLES
-from jaxserve.sampling_params import MAX_BAD_WORD_LENGTH, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from jaxserve.sampling_params import MAX_BAD_WORD_LENGTH, MAX_LOGIT_BIAS, MAX_STOP_LENGTH
+from jaxserve_server.config import DEFAULT_STOP_STRINGS
 
 JsonSchema = dict[str, Any]
 
@@ -34,9 +35,8 @@ def prompts(most: int) -> JsonSchema:
 
 PROMPT = prompts(1024)
 
-STOP: JsonSchema = {
-    "anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_STRINGS}]
-}
+STOP_LIST: JsonSchema = {"type": "array", "items": _STOP_TEXT, "maxItems": DEFAULT_STOP_STRINGS}
+STOP: JsonSchema = {"anyOf": [_STOP_TEXT, STOP_LIST]}
 
 LOGIT_BIAS: JsonSchema = {
     "type": "object",

@@ -169,7 +169,7 @@ def build_document(app: web.Application) -> dict[str, Any]:
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
-            "schemas": _schemas(served.values()),
+            "schemas": _schemas(served.values(), config.max_stop_strings),
             "responses": {str(status): _error_json(text) for status, text in _ERRORS.items()},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
@@ -179,7 +179,7 @@ def build_document(app: web.Application) -> dict[str, Any]:
     return document
 
 
-def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+def _schemas(operations: Iterable[Operation], max_stop_strings: int) -> dict[str, Any]:
     models: list[tuple[type[BaseModel], Mode]] = [(answers.ErrorAnswer, "validation")]
     for operation in operations:
         kinds = (operation.body, operation.answer, operation.chunk)
@@ -188,6 +188,10 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
         list(dict.fromkeys(models)), ref_template=f"{SCHEMAS}{{model}}", schema_generator=_Schemas
     )
     schemas: dict[str, Any] = definitions["$defs"]
+    for schema in schemas.values():
+        for kind in schema.get("properties", {}).get("stop", {}).get("anyOf", ()):
+            if kind.get("type") == "array":
+                kind["maxItems"] = max_stop_strings
     return schemas
 
 

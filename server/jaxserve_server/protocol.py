@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -32,10 +33,10 @@ from jaxserve.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_N,
-    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
 from jaxserve_server import field_schemas as schemas
+from jaxserve_server.config import DEFAULT_STOP_STRINGS
 
 MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
@@ -73,15 +74,16 @@ GenerationPrompt = Annotated[
 ContinueFinal = Annotated[
     bool, Field(description="Go on with the last message; not together with `add_generation_prompt: true`.")
 ]
+_MAX_STOP_STRINGS = "max_stop_strings"  # in the context of a validation
 BodyT = TypeVar("BodyT", bound="Body")
 
 
-def parse(kind: type[BodyT], data: Any) -> BodyT:
+def parse(kind: type[BodyT], data: Any, max_stop_strings: int = DEFAULT_STOP_STRINGS) -> BodyT:
     """Validate a decoded JSON body; raises InvalidRequestError with the field's name as `param`."""
     if not isinstance(data, dict):
         raise InvalidRequestError("the request body must be a JSON object")
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data, context={_MAX_STOP_STRINGS: max_stop_strings})
     except ValidationError as error:
         raise _first_problem(error) from None
 
@@ -211,7 +213,7 @@ class GenerationBody(Body):
     seed: Int64 | None = None
     """The same seed gives the same answer, whatever else runs."""
     stop: Annotated[Any, WithJsonSchema(schemas.STOP)] = None
-    """End before the first of these strings in the answer's text; a string, or up to 4."""
+    """End before the first of these strings in the answer's text."""
     # fail_fast: one error is enough, and a list may have millions of elements.
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     """End at any of these tokens."""
@@ -252,9 +254,10 @@ class GenerationBody(Body):
 
     @field_validator("stop")
     @classmethod
-    def _stop(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:  # repeats count here
-            raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
+    def _stop(cls, value: Any, info: ValidationInfo) -> Any:
+        most = (info.context or {}).get(_MAX_STOP_STRINGS, DEFAULT_STOP_STRINGS)
+        if isinstance(value, list) and len(value) > most:  # repeats count here
+            raise InvalidRequestError(f"stop takes at most {most} strings", param="stop")
         return value
 
     @model_validator(mode="after")

@@ -3,7 +3,10 @@
 import io
 
 import pytest
-from conftest import messages
+from conftest import messages, running
+
+from jaxserve.errors import ConfigError
+from jaxserve_server.config import ServerConfig
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VOCABULARY = 258
@@ -301,3 +304,22 @@ async def test_depth_up_to_the_cap_is_fine(api):
     for _ in range(63):
         nested = [nested]
     await api.complete("hi", user=nested, max_tokens=1)
+
+
+async def test_more_stop_strings_are_taken_where_the_operator_says_so(engine):
+    config = ServerConfig(max_stop_strings=6)
+    async with running(engine, config) as api:
+        await api.complete(max_tokens=1, stop=list("ABCDEF"))
+        status, answer = await api.post("/v1/completions", prompt="a", stop=list("ABCDEFG"))
+        async with api.http.get("/openapi.json") as response:
+            document = await response.json()
+    assert status == 400
+    assert "at most 6" in answer["error"]["message"]
+    for name in ("CompletionBody", "ChatBody"):
+        kinds = document["components"]["schemas"][name]["properties"]["stop"]["anyOf"]
+        assert [kind["maxItems"] for kind in kinds if kind.get("type") == "array"] == [6]
+
+
+def test_the_operator_may_not_ask_for_more_stop_strings_than_there_can_be():
+    with pytest.raises(ConfigError, match=r"max_stop_strings must be in 1\.\.64"):
+        ServerConfig(max_stop_strings=65)
