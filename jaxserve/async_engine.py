@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +21,9 @@ from jaxserve.pooling import PoolingParams, embedding_of
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tallies import EngineTallies
 from jaxserve.tokenizer import Tokenizer
+from pallas_kernels.support import resolve
 
+InThread = Callable[[Callable[[], list[NewRequest]]], Awaitable[list[NewRequest]]]
 _INLINE_TOKENS = 16 * 1024  # of prompts that are checked on the event loop: a millisecond
 
 
@@ -37,14 +40,15 @@ class RequestStream:
         self._engine_loop = loop
         self._event_loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
-        self._newest: RequestOutput | None = None
+        # One place, whose operations are atomic: the two threads never see half of a change.
+        self._newest: deque[RequestOutput] = deque(maxlen=1)
         self._error: BaseException | None = None
         self._is_over = False
 
     # Called on the engine's thread.
 
     def put(self, output: RequestOutput) -> None:
-        self._newest = output
+        self._newest.append(output)
         self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -66,8 +70,8 @@ class RequestStream:
         while True:
             # Cleared before the look, so that what comes after the look is waited for.
             self._ready.clear()
-            output, self._newest = self._newest, None
-            if output is not None:
+            with suppress(IndexError):
+                output = self._newest.pop()
                 self._is_over = output.finished
                 return output
             if self._error is not None:
@@ -191,10 +195,12 @@ class AsyncLLMEngine:
         cache_salt: str | None = None,
         final_only: bool = False,
         arrival_time: float | None = None,
+        in_thread: InThread = asyncio.to_thread,
     ) -> list[RequestStream]:
         """Submit several prompts as one: all of them are queued, or none. Otherwise as `add_request`.
 
-        A queue that is not full takes them all. Long prompts are checked on a thread.
+        A queue that is not full takes them all. Long prompts are checked on a thread, by `in_thread`: for
+        programs that keep threads of their own.
         """
 
         def prepare() -> list[NewRequest]:
@@ -210,8 +216,9 @@ class AsyncLLMEngine:
                 for prompt in prompts
             ]
 
-        is_long = sum(map(len, prompts)) > _INLINE_TOKENS
-        news = await asyncio.to_thread(prepare) if is_long else prepare()
+        num_bad = sum(map(len, params.bad_words or ()))  # characters to encode
+        is_long = sum(map(len, prompts)) + num_bad > _INLINE_TOKENS
+        news = await in_thread(prepare) if is_long else prepare()
         streams = [RequestStream(self._loop, new.request_id, final_only=final_only) for new in news]
         self._loop.submit_all(news, streams)
         return streams
@@ -287,7 +294,9 @@ class AsyncLLMEngine:
             "platform": spec.platform,
             "devices": [device.device_kind for device in spec.mesh.devices.flat],
             "mesh": dict(spec.mesh.shape),
-            "attention_implementation": spec.attention_implementation,
+            "attention_implementation": resolve(
+                "ragged_paged_attention", spec.platform, spec.attention_implementation, chip=spec.chip
+            ),
             "limits": dataclasses.asdict(engine.runner.limits),
             "max_logprobs": config.max_logprobs,
             "seed": config.seed,

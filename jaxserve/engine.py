@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.model_runner import ModelRunner, StepHandle
 from jaxserve.models.config import ModelConfig
 from jaxserve.output_processor import OutputProcessor
@@ -62,7 +63,7 @@ class EngineConfig:
     eos_token_ids: frozenset[int]
     seed: int | None
     kv_cache_dtype: str = "auto"
-    memory_utilization: float | None = None  # as asked for; None: the default, or a pool of a given size
+    memory_utilization: float | None = None  # None: the pool was given a size of its own
     pooling: Pooling = field(default_factory=Pooling)  # of embeddings
 
 
@@ -77,6 +78,7 @@ class NewRequest:
     priority: int = 0
     cache_salt: str | None = None
     pooling: PoolingParams | None = None  # an embedding is wanted; `params` then samples nothing
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
     arrival_time: float = field(default_factory=time.monotonic)
 
 
@@ -103,6 +105,8 @@ class LLMEngine:
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._pooled: dict[str, PooledPrompt] = {}
         self._random = random.Random(config.seed)
+        # All prompts of a caller have the same words: a thousand prompts encode and keep them once.
+        self._bad_word_ids = lru_cache(maxsize=4)(self._encode_bad_words)
         self._num_requests = 0
         self.num_steps = 0
         self.prompt_tokens = 0
@@ -145,7 +149,17 @@ class LLMEngine:
         params.validate_for(vocab_size, self.config.max_logprobs)
         if self.tokenizer is None and params.bad_words:
             raise InvalidRequestError("bad_words need a tokenizer, and this model has none", "bad_words")
-        return NewRequest(request_id, text, token_ids, params, priority, cache_salt, pooling, arrival_time)
+        return NewRequest(
+            request_id,
+            text,
+            token_ids,
+            params,
+            priority,
+            cache_salt,
+            pooling,
+            self._bad_word_ids(tuple(params.bad_words or ())),
+            arrival_time,
+        )
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
@@ -198,7 +212,6 @@ class LLMEngine:
 
     def _make_choices(self, new: NewRequest) -> list[Request]:
         params = new.params
-        words = [ids for w in params.bad_words or () for ids in self._bad_word_ids(w)]
         pool_from = None
         if new.pooling is not None:
             pool_from = self.config.pooling.first_position(len(new.prompt_token_ids))
@@ -216,7 +229,7 @@ class LLMEngine:
                     arrival_time=new.arrival_time,
                     seed=seed,
                     eos_token_ids=frozenset() if params.ignore_eos else self.config.eos_token_ids,
-                    bad_words_token_ids=words,
+                    bad_words_token_ids=new.bad_words_token_ids,
                     pool_from=pool_from,
                 )
             )
@@ -235,9 +248,10 @@ class LLMEngine:
             if len(table) == 1:  # nothing to score
                 self.processor.set_prompt_logprobs(new.request_id, table)
 
-    def _bad_word_ids(self, word: str) -> list[list[int]]:
-        assert self.tokenizer is not None
-        return self.tokenizer.bad_word_token_ids(word)
+    def _encode_bad_words(self, words: tuple[str, ...]) -> Sequence[Sequence[int]]:
+        if self.tokenizer is None:
+            return ()
+        return tuple(ids for word in words for ids in self.tokenizer.bad_word_token_ids(word))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and free its pages; its last state, None when it is not known."""
@@ -353,9 +367,7 @@ class LLMEngine:
                 f"token ids must be a non-empty list of ids in [0, {vocab_size})", "token_ids"
             )
         if len(ids) > limit:
-            raise InvalidRequestError(
-                f"maximum context length is {limit} tokens, got {len(ids)}", "token_ids"
-            )
+            raise ContextLengthError.over(limit, len(ids), "token_ids", room=0)
         pages = self.scheduler.allocator.allocate(-(-len(ids) // self.scheduler.config.page_size))
         if pages is None:
             raise InvalidRequestError(

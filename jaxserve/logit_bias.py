@@ -34,16 +34,16 @@ def needs_bias(request: Request) -> BiasKey | None:
 
 
 def _completes_bad_word(request: Request) -> tuple[int, ...]:
+    output = request.output_token_ids
     banned = set()
     for word in request.bad_words_token_ids:
         prefix = len(word) - 1
-        if prefix <= len(request.output_token_ids) and list(word[:-1]) == _tail(request, prefix):
+        # The last token first: nearly always it is another, and there may be hundreds of long words.
+        if prefix == 0 or (
+            prefix <= len(output) and word[-2] == output[-1] and list(word[:-1]) == output[-prefix:]
+        ):
             banned.add(word[-1])
     return tuple(sorted(banned))
-
-
-def _tail(request: Request, count: int) -> list[int]:
-    return request.output_token_ids[len(request.output_token_ids) - count :]
 
 
 def bias_row(request: Request, key: BiasKey, vocab_size: int) -> np.ndarray:

@@ -89,7 +89,8 @@ class SamplingParams:
         put("logit_bias", _logit_bias(self.logit_bias))
         for name in ("max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                put(name, _integer(name, getattr(self, name), 0))
+                # Beyond int32 is beyond every context, and beyond what counters and traces can take.
+                put(name, min(_integer(name, getattr(self, name), 0), _INT32_MAX))
         put("min_tokens", min(_integer("min_tokens", self.min_tokens, 0), _INT32_MAX))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

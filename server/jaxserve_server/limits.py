@@ -123,7 +123,8 @@ def limit(keys: Iterable[ApiKey], clock: Clock = time.monotonic) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         key = request.get(API_KEY)
-        if key is None or request.method != "POST":
+        is_unknown = request.match_info.http_exception is not None  # no such path or method
+        if key is None or request.method != "POST" or is_unknown:
             return await handler(request)
         of_key = request[LIMITS] = limits[key.name]
         of_key.admit(spends_tokens=not hasattr(request.match_info.handler, _SPENDS_NO_TOKENS))

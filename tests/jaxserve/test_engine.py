@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import jax.monitoring
@@ -92,8 +93,8 @@ def test_bad_words_of_several_tokens_never_appear() -> None:
         free = llm.generate([prompt(20)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0]
         pair = free.outputs[0].token_ids[5:7]
         triple = free.outputs[0].token_ids[10:13]
-        llm._engine._bad_word_ids = lambda word: {"pair": [pair], "triple": [triple]}[word]  # type: ignore[method-assign]
-        llm._engine.tokenizer = object()  # type: ignore[assignment]
+        words = {"pair": [pair], "triple": [triple]}
+        llm._engine.tokenizer = SimpleNamespace(bad_word_token_ids=words.get)  # type: ignore[assignment]
         try:
             banned = SamplingParams(
                 temperature=0, max_tokens=30, ignore_eos=True, bad_words=["pair", "triple"], detokenize=False

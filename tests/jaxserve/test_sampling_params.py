@@ -98,7 +98,7 @@ def test_an_integer_is_taken_exactly_when_it_is_in_range(name, value):
         taken = getattr(SamplingParams(**fields), name)
         if name == "top_k":
             assert taken == max(0, min(value, 2**31 - 1))
-        elif name == "min_tokens":
+        elif high is None:
             assert taken == min(value, 2**31 - 1)
         else:
             assert taken == value
@@ -276,3 +276,9 @@ def test_an_error_shows_a_long_value_shortened():
 def test_parameters_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().n = 2
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs"])
+def test_what_is_beyond_any_context_is_a_number_that_everything_can_count(name):
+    others = {"max_tokens": None} if name == "min_tokens" else {}
+    assert getattr(SamplingParams(**others, **{name: 10**400}), name) == 2**31 - 1

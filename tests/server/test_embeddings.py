@@ -320,7 +320,7 @@ async def test_the_largest_batch_never_holds_up_the_event_loop(engine, encoding)
 
 
 async def test_megabytes_of_ids_are_refused_without_an_error_for_each(api):
-    body = json.dumps({"input": [*range(200)] * 4000 + ["x"]}).encode()
+    body = json.dumps({"input": [*range(200)] * 2000 + ["x"]}).encode()
     headers = {"Content-Type": "application/json"}
     async with api.http.post(PATH, data=io.BytesIO(body), headers=headers) as response:
         error = (await response.json())["error"]
@@ -329,7 +329,7 @@ async def test_megabytes_of_ids_are_refused_without_an_error_for_each(api):
 
 
 async def test_a_reader_that_stops_is_cut_off(engine, monkeypatch):
-    monkeypatch.setattr("jaxserve_server.embeddings.SLOW_READER_SECONDS", 0.3)
+    monkeypatch.setattr("jaxserve_server.large_json.SLOW_READER_SECONDS", 0.3)
     engine.hidden_size = 4096
     async with running(engine) as api:
         async with api.http.post(PATH, json={"input": [[i % 250] for i in range(1000)]}) as response:
