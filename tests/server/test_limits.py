@@ -302,6 +302,19 @@ async def test_invalid_requests_count_as_requests_and_cost_no_tokens(tmp_path, t
     assert list(taken_tokens.values()) == [2]
 
 
+async def test_what_no_route_takes_costs_nothing_and_says_so(tmp_path):
+    async with limited(tmp_path, "requests-per-minute=1") as api:
+        for _ in range(2):
+            for path, status in (("/nope", 404), ("/version", 405)):
+                async with send(api, path) as response:
+                    assert response.status == status
+        async with send(api) as response:
+            assert response.status == 200
+        for path, status in (("/nope", 404), ("/version", 405)):
+            async with send(api, path) as response:
+                assert response.status == status
+
+
 async def test_rejections_are_counted_with_the_keys_name(tmp_path):
     async with limited(tmp_path, "requests-per-minute=1", metrics_without_key=True) as api:
         for _ in range(3):
