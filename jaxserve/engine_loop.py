@@ -42,6 +42,7 @@ class EngineLoop:
         self._sinks: dict[str, Sink] = {}
         self._stopping = False
         self._num_pending = 0  # submitted, not yet with the scheduler
+        self._num_before_add: int | None = None  # with the scheduler when the add now under way began
         self._pending: dict[int, Sink] = {}  # the same by id(sink)
         self._lock = threading.RLock()  # `close` may come from a finalizer, anywhere
         # Wakes an idle engine, so that it uses the time for the new program's first run.
@@ -69,9 +70,7 @@ class EngineLoop:
 
         def add() -> None:
             with self._lock:
-                self._num_pending -= count
-                for sink in sinks:
-                    del self._pending[id(sink)]
+                self._num_before_add = self._num_scheduled
             try:
                 self.engine.add(*news)
             except Exception as error:
@@ -79,6 +78,13 @@ class EngineLoop:
                     sink.fail(error)
             else:
                 self._sinks.update((new.request_id, sink) for new, sink in zip(news, sinks, strict=True))
+            finally:
+                # With the lock, so that at every moment they count exactly once.
+                with self._lock:
+                    self._num_before_add = None
+                    self._num_pending -= count
+                    for sink in sinks:
+                        del self._pending[id(sink)]
 
         with self._lock:
             self.check_queue()
@@ -88,10 +94,15 @@ class EngineLoop:
 
     def check_queue(self) -> None:
         """Raises EngineDeadError, QueueFullError where a request would be refused now."""
-        scheduler = self.engine.scheduler
         with self._lock:
             self._check_alive()
-            scheduler.config.check_queue(scheduler.num_running + scheduler.num_waiting + self._num_pending)
+            before = self._num_before_add
+            scheduled = self._num_scheduled if before is None else before
+            self.engine.scheduler.config.check_queue(scheduled + self._num_pending)
+
+    @property
+    def _num_scheduled(self) -> int:
+        return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
 
     def abort(self, request_id: str, sink: Sink) -> None:
         """End a request (if `sink` is still its own); its sink gets a last output. Returns at once."""

@@ -35,7 +35,29 @@ class InvalidRequestError(JaxserveError, ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt does not fit the context window, or could never fit the page pool."""
+    """The prompt does not fit the context window, or could never fit the page pool.
+
+    Clients know it by the words "maximum context length is N tokens".
+    """
+
+    @classmethod
+    def over(
+        cls, limit: int, num_tokens: int | str, param: str, *, room: int = 1, why: str = ""
+    ) -> ContextLengthError:
+        """For a prompt of `num_tokens` tokens.
+
+        Args:
+            limit: tokens of the context.
+            num_tokens: that the prompt has; a text where only a bound is known, such as "more than 512".
+            param: the parameter that gave the prompt.
+            room: tokens that must be left for the answer.
+            why: why the limit is not the model's own.
+        """
+        has = f"the prompt has {num_tokens} tokens"
+        has += " and leaves no room for an answer" if room else ""
+        limited = f"maximum context length is {limit} tokens"
+        limited = f"The {limited} ({why})" if why else f"This model's {limited}"
+        return cls(f"{limited}, but {has}. Shorten the prompt.", param)
 
 
 class QueueFullError(JaxserveError):

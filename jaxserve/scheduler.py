@@ -97,19 +97,13 @@ class SchedulerConfig:
         """
         if num_prompt_tokens < 1:
             raise InvalidRequestError("the prompt is empty", "prompt")
-        least = num_prompt_tokens + (0 if max_tokens == 0 else 1)
+        room = 0 if max_tokens == 0 else 1
+        least = num_prompt_tokens + room
         if least > self.max_model_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt of "
-                f"{num_prompt_tokens} tokens leaves no room for an output.",
-                "prompt",
-            )
+            raise ContextLengthError.over(self.max_model_len, num_prompt_tokens, "prompt", room=room)
         if least > self.pool_tokens:
-            raise ContextLengthError(
-                f"The page pool holds {self.pool_tokens} tokens, so here the maximum context length is "
-                f"{self.pool_tokens} tokens, and the prompt of {num_prompt_tokens} tokens leaves no room for "
-                "an output.",
-                "prompt",
+            raise ContextLengthError.over(
+                self.pool_tokens, num_prompt_tokens, "prompt", room=room, why="what the page pool holds"
             )
         if not self.enable_chunked_prefill and num_prompt_tokens > self.max_num_batched_tokens:
             raise ContextLengthError(

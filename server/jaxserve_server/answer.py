@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import time
 import uuid
@@ -17,15 +15,16 @@ from aiohttp import web
 
 from jaxserve.errors import EngineDeadError
 from jaxserve.outputs import RequestOutput
-from jaxserve_server.access import cache_salt_of
+from jaxserve_server.access import API_KEY, cache_salt_of
 from jaxserve_server.deadline import rest_of_time
 from jaxserve_server.errors import to_api_error
 from jaxserve_server.generation import Usage, Work, outputs_of, submitted
+from jaxserve_server.large_json import answered, encoded, made_on_threads
 from jaxserve_server.limits import charge_tokens, counts_tokens
-from jaxserve_server.middleware import arrival_time_of, log_fields, request_id_of, route_of
-from jaxserve_server.observation import Observation, trace_headers
+from jaxserve_server.middleware import arrival_time_of
+from jaxserve_server.observation import observed
 from jaxserve_server.protocol import GenerationBody
-from jaxserve_server.sse import EventStream
+from jaxserve_server.sse import EventStream, framed
 from jaxserve_server.state import STATE
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BYTES_PER_LOGPROB = 64  # of JSON, about
-_SHORT_ANSWER = 512 * 1024  # bytes: some hundredths of a second
+_FEW_ITEMS = 4096  # tokens and log-probabilities: about a hundredth of a second
 
 
 class Answer(ABC):
@@ -49,11 +47,21 @@ class Answer(ABC):
         self.body = body
         self.model = model
         self.usage = Usage(work.prompts)
-        self._head = {
-            "id": f"{self.id_prefix}{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self.unsent = 0  # tokens and log-probabilities that have been seen and not yet been shown, about
+        params = work.params
+        self._items_per_token = 1 + max(params.logprobs or 0, params.prompt_logprobs or 0)
+        self._shows_prompt = (
+            body.return_token_ids or params.prompt_logprobs is not None or getattr(body, "echo", False)
+        )
+        self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def see(self, index: int, output: RequestOutput) -> None:
+        """Count an output of prompt `index`, which is not shown before."""
+        tokens, choices = self.usage.see(index, output)
+        if self._shows_prompt:
+            tokens += choices * len(output.prompt_token_ids)
+        self.unsent += tokens * self._items_per_token
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Choices of the chunks that go out before the first token."""
@@ -64,21 +72,37 @@ class Answer(ABC):
         """Choices of the chunks for what `output` of prompt `index` adds."""
 
     @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """`choices`, and whatever else the body has, from the final outputs of all prompts."""
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """Those of the whole answer, from the final outputs of all prompts."""
+
+    def rest(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """What the whole answer has besides its choices and what all answers have."""
+        return {}
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        chunk = {**self._head(self.chunk_object), "choices": [choice]}
         if self.body.include_usage:
             chunk["usage"] = self.usage.json() if self.body.continuous_usage else None
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_object, "choices": [], "usage": self.usage.json()}
+        return {**self._head(self.chunk_object), "choices": [], "usage": self.usage.json()}
 
-    def whole_body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        body = {**self._head, "object": self.whole_object, "usage": self.usage.json()}
-        return {**body, **self.whole(outputs)}
+    def whole_json(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """The whole answer in pieces, each quick to make once its choice is."""
+        yield b"".join(encoded(self._head(self.whole_object)))[:-1]
+        opening = b',"choices":['
+        for choice in self.choices(outputs):
+            yield opening
+            yield from encoded(choice)
+            opening = b","
+        yield b"],"
+        rest = encoded({"usage": self.usage.json()} | self.rest(outputs))
+        yield next(rest)[1:]
+        yield from rest
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
 
 
 async def respond(
@@ -101,47 +125,24 @@ async def respond(
             finished = [output for output in finals if output is not None and output.finished]
             if len(finished) < len(finals):
                 raise EngineDeadError("a request ended without an end")
-            return web.Response(body=await _whole_json(answer, finished), content_type="application/json")
-
-
-async def _whole_json(answer: Answer, outputs: Sequence[RequestOutput]) -> str:
-    """The body of an answer that is not streamed; one with many log-probabilities is made on a thread."""
-    size = _BYTES_PER_LOGPROB * sum(_num_logprobs(output) for output in outputs)
-    if size <= _SHORT_ANSWER:
-        return json.dumps(answer.whole_body(outputs))
-    # `iterencode` is Python: unlike `dumps` it lets other threads run.
-    encode = json.JSONEncoder().iterencode
-    return await asyncio.to_thread(lambda: "".join(encode(answer.whole_body(outputs))))
-
-
-def _num_logprobs(output: RequestOutput) -> int:
-    lists = [output.prompt_logprobs, *(choice.logprobs for choice in output.outputs)]
-    return sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)
+            pieces = answer.whole_json(finished)
+            if answer.unsent > _FEW_ITEMS:
+                return await answered(request, [piece async for piece in made_on_threads(pieces)])
+            return await answered(request, list(pieces))
 
 
 async def _watched(
     request: web.Request, outputs: AsyncGenerator[tuple[int, RequestOutput]], answer: Answer, work: Work
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """The outputs, counted for the usage, the log and the trace."""
-    seen = Observation(
-        request_id=request_id_of(request),
-        operation=answer.operation,
-        route=route_of(request) or "",
-        model=answer.model,
-        params=work.params,
-        arrival_time=arrival_time_of(request),
-        trace_headers=trace_headers(request),
-    )
-    try:
-        async with aclosing(outputs), aclosing(seen.watch(outputs)) as watched:
-            async for index, output in watched:
-                answer.usage.see(index, output)
-                yield index, output
-    finally:
-        charge_tokens(request, answer.usage.completion_tokens)
-        tracer = request.app[STATE].tracer
-        seen.trace_id = seen.trace_id if tracer is None else tracer.record(seen)
-        log_fields(request, **seen.log_fields())
+    """The outputs, counted for the usage, the limits, the log and the trace."""
+    with observed(request, answer.operation, answer.model, work.params) as seen:
+        try:
+            async with aclosing(outputs), aclosing(seen.watch(outputs)) as watched:
+                async for index, output in watched:
+                    answer.see(index, output)
+                    yield index, output
+        finally:
+            charge_tokens(request, answer.usage.completion_tokens)
 
 
 async def _stream(
@@ -152,20 +153,34 @@ async def _stream(
         await events.open()
         try:
             async with rest_of_time(request):
-                for choice in answer.opening():
-                    await events.send(answer.chunk(choice))
+                await _send_chunks(events, answer, answer.opening())
                 async for index, output in outputs:
-                    for choice in answer.pieces(index, output):
-                        await events.send(answer.chunk(choice))
+                    await _send_chunks(events, answer, answer.pieces(index, output))
             if answer.body.include_usage:
                 await events.send(answer.usage_chunk())
         except ConnectionError:
             raise
         except Exception as error:
             # The 200 is out: the error is an event.
-            await events.send(to_api_error(error).body())
+            failure = to_api_error(error)
+            key = request.get(API_KEY)
+            reason = failure.code or str(failure.status)
+            request.app[STATE].metrics.rejected(reason, "" if key is None else key.name)
+            await events.send(failure.body())
         await events.done()
     except ConnectionError as error:
         logger.info("a stream ended early: %s", error)
         request.app[STATE].metrics.disconnected()
     return events.response
+
+
+async def _send_chunks(events: EventStream, answer: Answer, choices: Iterator[dict[str, Any]]) -> None:
+    """Send a chunk for each choice; where they show much, they are made on a thread."""
+    chunks = map(answer.chunk, choices)
+    if answer.unsent <= _FEW_ITEMS:
+        for chunk in chunks:
+            await events.send(chunk)
+    else:
+        async for frames in made_on_threads(framed(b"".join(encoded(chunk))) for chunk in chunks):
+            await events.send_frames(frames)
+    answer.unsent = 0

@@ -52,6 +52,8 @@ class ChatAnswer(Answer):
         self._token_text = token_text
         self._prompt = work.prompts[0]
         self._cursors = [ChoiceCursor(token_text, self._prompt, body) for _ in range(body.n)]
+        if body.return_token_ids:
+            self.unsent = body.n * len(self._prompt.token_ids)  # in the opening
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(self.body.n):
@@ -81,26 +83,25 @@ class ChatAnswer(Answer):
                     piece["stop_reason"] = delta.stop_reason
                 yield piece | self._token_ids(choice, delta)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = []
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         for choice in outputs[0].outputs:
             delta = self._cursors[choice.index].advance(choice)
-            choices.append(
-                {
-                    "index": choice.index,
-                    "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                    "logprobs": self._logprobs(choice, delta),
-                    "finish_reason": delta.finish_reason,
-                    "stop_reason": delta.stop_reason,
-                }
-                | self._token_ids(choice, delta)
-            )
-        whole: dict[str, Any] = {"choices": choices}
+            shown = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "logprobs": self._logprobs(choice, delta),
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            yield shown | self._token_ids(choice, delta)
+
+    def rest(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        rest: dict[str, Any] = {}
         if self.body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = self._token_text.prompt_json(outputs[0].prompt_logprobs or [])
+            rest["prompt_logprobs"] = self._token_text.prompt_json(outputs[0].prompt_logprobs or [])
         if self.body.return_token_ids:
-            whole["prompt_token_ids"] = self._prompt.token_ids
-        return whole
+            rest["prompt_token_ids"] = self._prompt.token_ids
+        return rest
 
     def _token_ids(self, choice: CompletionOutput, delta: Delta) -> dict[str, Any]:
         if not self.body.return_token_ids:

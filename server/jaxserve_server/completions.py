@@ -115,8 +115,7 @@ class CompletionAnswer(Answer):
                 self._begun.add(place)
                 yield self._choice(place, prompt, output, choice, delta, begins)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = []
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         for index, output in enumerate(outputs):
             ranked = output.outputs
             if len(ranked) > self.body.n:
@@ -127,8 +126,7 @@ class CompletionAnswer(Answer):
                 shown = self._choice(place, self._prompts[index], output, choice, delta, begins=True)
                 if self.body.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = self._token_text.prompt_json(output.prompt_logprobs or [])
-                choices.append(shown)
-        return {"choices": choices}
+                yield shown
 
     def _cursor(self, prompt_index: int, choice_index: int) -> ChoiceCursor:
         key = prompt_index, choice_index

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import ContextLengthError
@@ -13,9 +14,13 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve_server.logprobs import TextOffsets, TokenText
 from jaxserve_server.protocol import GenerationBody
+from jaxserve_server.workers import off_loop
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine, RequestStream
+
+
+_BYTES_PER_TOKEN = 4  # of text, about
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,7 @@ def check_context(prompts: Sequence[Prompt], max_model_len: int, param: str, *, 
     """Every prompt must leave `room` tokens in the context."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + room > max_model_len:
-        raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {longest} "
-            "tokens and leaves no room for an answer. Shorten the prompt.",
-            param=param,
-        )
+        raise ContextLengthError.over(max_model_len, longest, param, room=room)
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,15 @@ async def submitted(
 
     A client's X-Request-Id may repeat, so the engine's keys are its own.
     """
+    prompts = [prompt.token_ids for prompt in work.prompts]
     streams = await engine.add_requests(
-        [prompt.token_ids for prompt in work.prompts],
+        prompts,
         work.params,
         priority=work.priority,
         cache_salt=work.cache_salt,
         final_only=work.final_only,
         arrival_time=arrival_time,
+        in_thread=partial(off_loop, _BYTES_PER_TOKEN * sum(map(len, prompts))),
     )
     try:
         yield streams
@@ -185,31 +188,33 @@ class ChoiceCursor:
 
 
 class Usage:
-    """Token counts over all prompts and choices of one HTTP request."""
+    """Token counts over all prompts and choices of one HTTP request.
+
+    Totals are kept as outputs come: every chunk may tell them.
+    """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self._completion: dict[tuple[int, int], int] = {}
+        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self._completion: dict[tuple[int, int], int] = {}  # by prompt and choice
         self._cached = [0] * len(prompts)
 
-    def see(self, index: int, output: RequestOutput) -> None:
+    def see(self, index: int, output: RequestOutput) -> tuple[int, int]:
+        """Counts what an output of prompt `index` adds: (tokens, choices that were not seen before)."""
+        self.cached_tokens += output.num_cached_tokens - self._cached[index]
         self._cached[index] = output.num_cached_tokens
+        tokens, choices = self.completion_tokens, len(self._completion)
         for choice in output.outputs:
-            self._completion[index, choice.index] = len(choice.token_ids)
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(self._completion.values())
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self._prompt_tokens
+            key, count = (index, choice.index), len(choice.token_ids)
+            self.completion_tokens += count - self._completion.get(key, 0)
+            self._completion[key] = count
+        return self.completion_tokens - tokens, len(self._completion) - choices
 
     def json(self) -> dict[str, Any]:
-        completion = self.completion_tokens
         return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self._prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from aiohttp import web
 from jaxserve.outputs import RequestMetrics, RequestOutput
 from jaxserve.pooling import PoolingParams
 from jaxserve.sampling_params import SamplingParams
+from jaxserve_server.middleware import arrival_time_of, log_fields, request_id_of, route_of
+from jaxserve_server.state import STATE
 
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(
@@ -30,6 +33,28 @@ def trace_headers(request: web.Request) -> dict[str, str]:
     """The caller's `traceparent` and `tracestate`, those that it sent; a state may come in several lines."""
     given = {name: ",".join(request.headers.getall(name, ())) for name in ("traceparent", "tracestate")}
     return {name: value for name, value in given.items() if value}
+
+
+@contextmanager
+def observed(
+    request: web.Request, operation: str, model: str, params: SamplingParams | PoolingParams
+) -> Iterator[Observation]:
+    """What the block sees of a request goes to its log line and its trace, however the block ends."""
+    seen = Observation(
+        request_id=request_id_of(request),
+        operation=operation,
+        route=route_of(request) or "",
+        model=model,
+        params=params,
+        arrival_time=arrival_time_of(request),
+        trace_headers=trace_headers(request),
+    )
+    try:
+        yield seen
+    finally:
+        tracer = request.app[STATE].tracer
+        seen.trace_id = seen.trace_id if tracer is None else tracer.record(seen)
+        log_fields(request, **seen.log_fields())
 
 
 @dataclass

@@ -12,8 +12,16 @@ SLOW_READER_SECONDS = 30.0
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # ASCII only: every reader splits lines alike
 
 
+_TURN_BYTES = 16 * 1024  # some dozens of events: a millisecond or two
+
+
 class SlowReaderError(ConnectionError):
     """The client did not read for too long."""
+
+
+def framed(event: bytes) -> bytes:
+    """An event, from its JSON, which must be ASCII and one line."""
+    return b"data: %b\n\n" % event
 
 
 class EventStream:
@@ -26,6 +34,7 @@ class EventStream:
     def __init__(self, request: web.Request, patience: float = SLOW_READER_SECONDS) -> None:
         self._request = request
         self._patience = patience
+        self._since_turn = 0  # bytes written since others had their turn
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",
@@ -38,7 +47,16 @@ class EventStream:
         await self.response.prepare(self._request)
 
     async def send(self, event: dict[str, Any]) -> None:
-        await self._write(f"data: {_encode(event)}\n\n".encode("ascii"))
+        await self.send_frames(framed(_encode(event).encode("ascii")))
+
+    async def send_frames(self, frames: bytes) -> None:
+        """Whole events, as `framed` makes them."""
+        await self._write(frames)
+        self._since_turn += len(frames)
+        if self._since_turn > _TURN_BYTES:
+            # A write waits only for a reader who is slow.
+            self._since_turn = 0
+            await asyncio.sleep(0)
 
     async def done(self) -> None:
         await self._write(b"data: [DONE]\n\n")

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
-from typing import Any
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 
 from jaxserve import AsyncLLMEngine, SamplingParams
+from jaxserve.async_engine import RequestStream
+from jaxserve.engine import NewRequest
 from jaxserve.engine_args import EngineArgs
+from jaxserve.engine_loop import EngineLoop
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.loading import Live, load_engine
+from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tests.jaxserve.tiny import TINY, random_arrays, tiny_llm
 
 pytestmark = pytest.mark.quick
@@ -161,6 +167,87 @@ async def test_a_queue_that_is_not_full_takes_all_that_comes_at_once() -> None:
         engine.check_queue()
     finally:
         engine.shutdown()
+
+
+async def test_a_request_counts_once_at_every_moment_on_its_way_to_the_queue() -> None:
+    engine = make_engine(max_queue=1, max_num_seqs=1)
+    loop, add = engine._loop, engine._engine.add
+    counts = []
+
+    def look() -> None:
+        try:
+            loop.check_queue()
+            counts.append("room")
+        except QueueFullError as error:
+            counts.append(str(error).split()[0])
+
+    def watched(*news: NewRequest) -> None:
+        look()
+        add(*news)
+        look()
+
+    engine._engine.add = watched  # type: ignore[method-assign]
+    try:
+        first = await engine.add_requests([[5, 6, 7]] * 4, SHORT)
+        await asyncio.gather(*(stream.final() for stream in first))
+        assert counts == ["4", "4"]
+        assert await is_idle(engine)
+
+        def fails(*news: NewRequest) -> None:
+            look()
+            raise InvalidRequestError("no")
+
+        engine._engine.add = fails  # type: ignore[method-assign]
+        with pytest.raises(InvalidRequestError):
+            await engine.add_request([5, 6, 7], SHORT).final()
+        assert counts == ["4", "4", "room"]
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if not loop.num_unfinished:
+                break
+        assert loop.num_unfinished == 0
+        assert loop._num_pending == 0
+        engine._engine.add = add  # type: ignore[method-assign]
+        await engine.add_request([5, 6, 7], SHORT).final()
+    finally:
+        engine.shutdown()
+
+
+async def test_no_output_is_lost_or_read_twice_between_the_two_threads() -> None:
+    def output(count: int) -> RequestOutput:
+        choice = CompletionOutput(0, token_ids=[1] * count)
+        return RequestOutput("x", None, [1], [choice], count == 3000, RequestMetrics(0.0))
+
+    outputs = [output(count) for count in range(1, 3001)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            stream = RequestStream(cast(EngineLoop, None), "x", final_only=False)
+            thread = threading.Thread(target=lambda to=stream: [to.put(one) for one in outputs])
+            thread.start()
+            seen = [len(one.outputs[0].token_ids) async for one in stream]
+            thread.join()
+            assert seen == sorted(set(seen))
+            assert seen[-1] == 3000
+    finally:
+        sys.setswitchinterval(interval)
+
+
+async def test_long_prompts_are_checked_on_the_callers_threads(engine: AsyncLLMEngine) -> None:
+    calls = []
+
+    async def in_thread(fn: Callable[[], list[NewRequest]]) -> list[NewRequest]:
+        calls.append(fn)
+        return await asyncio.to_thread(fn)
+
+    streams = await engine.add_requests([[1] * 200] * 100, SHORT, in_thread=in_thread)
+    assert len(calls) == 1
+    for stream in streams:
+        stream.abort()
+    (short,) = await engine.add_requests([[1] * 20], SHORT, in_thread=in_thread)
+    await short.final()
+    assert len(calls) == 1
 
 
 async def test_of_several_prompts_all_are_taken_or_none(engine: AsyncLLMEngine) -> None:

@@ -146,7 +146,9 @@ class FakeEngine:
         self.counts.prompt_tokens += len(prompt)
         return stream
 
-    async def add_requests(self, prompts: list[list[int]], params: Any, **options: Any) -> list[FakeStream]:
+    async def add_requests(
+        self, prompts: list[list[int]], params: Any, *, in_thread: Any, **options: Any
+    ) -> list[FakeStream]:
         self.check_queue()
         most, self.max_queue = self.max_queue, None  # all or none
         try:

@@ -7,9 +7,10 @@ import json
 import threading
 
 import pytest
-from conftest import running
-from fake_engine import FakeEngine
+from conftest import messages, running
+from fake_engine import FakeEngine, FakeStream
 
+from jaxserve.sampling_params import SamplingParams
 from jaxserve_server import answer as answer_module
 from jaxserve_server import body as body_module
 from jaxserve_server import workers
@@ -17,6 +18,7 @@ from jaxserve_server.body import MAX_BODY_BYTES, MAX_DEPTH, MAX_PARTS, MAX_VALUE
 from jaxserve_server.chat import ChatAnswer
 from jaxserve_server.completions import CompletionAnswer
 from jaxserve_server.errors import ApiError
+from jaxserve_server.generation import Prompt, Work, submitted
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -184,14 +186,76 @@ async def test_an_answer_with_many_logprobs_is_made_on_a_thread_and_is_the_same(
         given = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     async with running(FakeEngine(max_model_len=4096)) as api:
         answers = []
-        for short in (2**30, 1000):
-            monkeypatch.setattr(answer_module, "_SHORT_ANSWER", short)
+        for few in (2**30, 1000):
+            monkeypatch.setattr(answer_module, "_FEW_ITEMS", few)
             status, answer = await api.post(path, **given, max_tokens=100, prompt_logprobs=5)
             assert status == 200
             answers.append({key: value for key, value in answer.items() if key not in ("id", "created")})
-            watch(CompletionAnswer if "chat" not in path else ChatAnswer, "whole")
+            watch(CompletionAnswer if "chat" not in path else ChatAnswer, "choices")
     assert answers[0] == answers[1]
-    assert threading.current_thread().name not in seen["whole"]
+    assert threading.current_thread().name not in seen["choices"]
+
+
+async def only_the_last(stream):
+    while not (output := await stream._next()).finished:
+        pass
+    return output
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"echo": True, "return_token_ids": True, "n": 16}),
+        ("/v1/completions", {"return_token_ids": True, "n": 16}),
+        ("/v1/completions", {"echo": True, "n": 16}),
+        ("/v1/completions", {"echo": True, "logprobs": 5}),
+        ("/v1/completions", {"logprobs": 20, "max_tokens": 300}),
+        ("/v1/chat/completions", {"return_token_ids": True, "n": 16}),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 20, "max_tokens": 300}),
+    ],
+)
+async def test_an_answer_that_shows_much_is_made_on_threads_and_is_the_same(
+    threads, monkeypatch, stream, path, asked
+):
+    seen, watch = threads
+    watch(CompletionAnswer if path == "/v1/completions" else ChatAnswer, "choices" if not stream else "chunk")
+    given = {"prompt": ["x" * 300] * 3} if path == "/v1/completions" else {"messages": messages("x" * 300)}
+    # The stream's outputs come together, as they do for a reader who was slow.
+    monkeypatch.setattr(FakeStream, "__anext__", only_the_last)
+    answers = []
+    engine = FakeEngine(max_model_len=4096)
+    async with running(engine) as api:
+        for few in (2**30, 1000):
+            monkeypatch.setattr(answer_module, "_FEW_ITEMS", few)
+            seen.clear()
+            body = {"max_tokens": 4, **given, **asked}
+            if stream:
+                answer = await api.events(path, **body)
+            else:
+                status, answer = await api.post(path, **body)
+                assert status == 200
+                answer = [answer]
+            answers.append([{k: v for k, v in part.items() if k not in ("id", "created")} for part in answer])
+            names = seen["chunk" if stream else "choices"]
+            if few == 1000:
+                assert any(name.startswith("answers") for name in names)
+                assert stream or threading.current_thread().name not in names
+    assert answers[0] == answers[1]
+    assert not engine.streams
+
+
+async def test_prompts_are_checked_by_the_servers_own_threads():
+    names = []
+
+    class Engine:
+        async def add_requests(self, prompts, params, *, in_thread, **options):
+            await in_thread(lambda: names.append(threading.current_thread().name))
+            return []
+
+    work = Work([Prompt([1] * 50_000)], SamplingParams(), 0, None, final_only=True)
+    async with submitted(Engine(), work, 0.0):
+        assert names[0].startswith("long-work")
 
 
 async def test_a_flood_of_long_inputs_leaves_short_ones_alone_and_is_bounded(monkeypatch):

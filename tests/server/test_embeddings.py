@@ -22,6 +22,7 @@ from test_openapi import check, document_of
 from test_tracing import traced
 
 from jaxserve import AsyncLLMEngine
+from jaxserve.errors import QueueFullError
 from jaxserve.pooling import Pooling, PoolingParams
 from jaxserve_server.config import ServerConfig
 
@@ -198,6 +199,49 @@ async def test_a_queue_full_of_others_is_a_429(engine):
         assert response.status == 429
         assert response.headers["Retry-After"]
         assert (await response.json())["error"]["code"] == "queue_full"
+
+
+async def test_a_request_that_is_in_is_never_refused_when_others_take_its_places(engine):
+    """After every input another client's request takes its place, and keeps it until it is seen to wait."""
+    engine.max_queue = 1
+    add_request = engine.add_request
+    refusals = 0
+
+    def greedy(*args, **kwargs):
+        nonlocal refusals
+        try:
+            stream = add_request(*args, **kwargs)
+        except QueueFullError:
+            refusals += engine.streams.pop("other", None) is not None
+            raise
+        final = stream.final
+
+        async def then_another():
+            output = await final()
+            engine.streams["other"] = stream
+            return output
+
+        stream.final = then_another
+        return stream
+
+    engine.add_request = greedy
+    async with running(engine) as api:
+        found = await vectors(api, [[i] for i in range(5)])
+        np.testing.assert_array_equal(found, [vector_of([i], 8) for i in range(5)])
+        assert refusals == 4
+        async with api.http.post(PATH, json={"input": [[1], [2]]}) as response:
+            assert response.status == 429  # the first of the next one
+        assert len(engine.seen) == 5
+
+
+async def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded(api, engine, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr("jaxserve.tokenizer._encoded", fail)
+    error = await refused(api, "input", input=["x" * 10**6])
+    assert "maximum context length is 512 tokens" in error["message"]
+    assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("count", [1, 300])

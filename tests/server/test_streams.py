@@ -3,6 +3,9 @@
 import pytest
 from conftest import messages, running
 from fake_engine import FakeEngine
+from test_metrics import counted, scrape
+
+from jaxserve_server.config import ServerConfig
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MIXED = "aé€😀 stop".encode()
@@ -95,6 +98,16 @@ async def test_usage_comes_last_and_only_when_asked_for(api):
     assert all(event["usage"] is None and event["choices"] for event in chunks)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_keys_come_in_the_order_of_openais(api, path):
+    asked = {"prompt": "hi", "messages": messages("hi"), "max_tokens": 2, "return_token_ids": True}
+    order = ["id", "object", "created", "model", "choices", "usage"]
+    status, whole = await api.post(path, **asked)
+    assert (status, list(whole)[:6]) == (200, order)
+    for event in await api.events(path, **asked, stream_options={"include_usage": True}):
+        assert list(event)[:6] == order
+
+
 async def test_usage_may_be_on_every_chunk(api):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = await api.events(COMPLETIONS, prompt="hi", max_tokens=3, stream_options=options)
@@ -109,6 +122,20 @@ async def test_an_error_in_the_middle_is_an_event_before_done(path):
     assert len(chunks) >= 2
     assert last["error"]["code"] == "engine_dead"
     assert last["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_failure_in_the_middle_counts_as_a_rejection(path):
+    asked = {"prompt": "hi", "messages": messages("hi"), "max_tokens": 9}
+    async with running(FakeEngine(fail_after=2)) as api:
+        await api.events(path, **asked)
+        samples = await scrape(api)
+        assert counted(samples, "request_rejections_total", reason="engine_dead", api_key="") == 1
+    async with running(FakeEngine(pause_after=2), ServerConfig(request_timeout=0.3)) as api:
+        *_, last = await api.events(path, **asked)
+        assert last["error"]["code"] == "request_timeout"
+        samples = await scrape(api)
+        assert counted(samples, "request_rejections_total", reason="request_timeout", api_key="") == 1
 
 
 async def test_a_failure_before_a_whole_answer_is_a_500():

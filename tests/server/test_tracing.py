@@ -124,6 +124,16 @@ async def test_phases_are_exactly_the_engines_times():
             assert total == pytest.approx(tally.total, abs=1e-5)
 
 
+async def test_of_many_prompts_the_first_sixteen_have_phases():
+    async with running(FakeEngine()) as api:
+        trees = traced(api)
+        await post(api, prompt=["hi"] * 40, max_tokens=2)
+        ((root, children),) = trees()
+    assert root.attributes["gen_ai.usage.output_tokens"] == 80
+    for spans in children.values():
+        assert sorted(span.attributes["jaxserve.prompt"] for span in spans) == [*range(16)]
+
+
 async def test_a_chat_is_named_so(api):
     trees = traced(api)
     await post(api, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
@@ -259,7 +269,7 @@ def test_without_the_packages_the_flag_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     config = ServerConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
-    with pytest.raises(ConfigError, match=r"pip install 'jaxserve\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
         create_app(config, Lifecycle(FakeEngine), ("fake",))
 
 
