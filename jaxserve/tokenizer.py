@@ -353,11 +353,7 @@ def _too_long(count: int | None, max_tokens: int, param: str) -> ContextLengthEr
     has = f"more than {max_tokens}" if count is None else f"{count}"
     if max_tokens == MAX_TOKENS:
         return ContextLengthError(f"the text has {has} tokens, and at most {max_tokens} are taken", param)
-    return ContextLengthError(
-        f"This model's maximum context length is {max_tokens} tokens, but the prompt has {has} tokens and "
-        "leaves no room for an answer. Shorten the prompt.",
-        param,
-    )
+    return ContextLengthError.over(max_tokens, has, param, room=0)
 
 
 def _encoded(
