@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -79,6 +83,39 @@ async def running(engine, config=None, names=("fake",), load=None, **runner_sett
         if load is None:
             app[STATE].metrics.engine = await lifecycle.load()
         yield Api(http, engine, lifecycle)
+
+
+@contextlib.asynccontextmanager
+async def longest_turn():
+    """Yields a function: the longest time in seconds that others have waited for the event loop so far.
+
+    Of this thread alone: others may keep the processor busy. The client must be on another thread.
+    """
+    longest = 0.0
+
+    async def watch():
+        nonlocal longest
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.thread_time() - before)
+
+    # A collection of all that the test run has made takes longer than what is looked for.
+    gc.collect()
+    gc.freeze()
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield lambda: longest
+    finally:
+        watching.cancel()
+        gc.unfreeze()
+
+
+def post_blocking(url, body):
+    """The answer's raw body, by a client that blocks."""
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as response:
+        return response.read()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import threading
 
 import pytest
-from conftest import messages, running
+from conftest import longest_turn, messages, post_blocking, running
 from fake_engine import FakeEngine, FakeStream
 
 from jaxserve.sampling_params import SamplingParams
@@ -243,6 +243,18 @@ async def test_an_answer_that_shows_much_is_made_on_threads_and_is_the_same(
                 assert stream or threading.current_thread().name not in names
     assert answers[0] == answers[1]
     assert not engine.streams
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_every_choice_repeats_never_holds_up_the_event_loop(stream):
+    asked = {"prompt": [[i % 250 for i in range(4000)]] * 40, "n": 16, "max_tokens": 1, "stream": stream}
+    async with running(FakeEngine(max_model_len=8192)) as api:
+        url = str(api.http.make_url("/v1/completions"))
+        async with longest_turn() as longest:
+            body = {**asked, "echo": True, "return_token_ids": True}
+            received = await asyncio.to_thread(post_blocking, url, body)
+    assert len(received) > 15_000_000
+    assert longest() < 0.15  # at once it is half a second
 
 
 async def test_prompts_are_checked_by_the_servers_own_threads():

@@ -2,18 +2,15 @@
 
 import asyncio
 import base64
-import gc
 import io
 import json
 import logging
-import time
-import urllib.request
 
 import aiohttp
 import numpy as np
 import openai
 import pytest
-from conftest import running
+from conftest import longest_turn, post_blocking, running
 from fake_engine import BOS, vector_of
 from live import is_idle, live, tiny_args
 from test_limits import limited
@@ -46,13 +43,6 @@ async def vectors(api, given, **body):
     answer = await embed(api, given, **body)
     assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
     return np.array([item["embedding"] for item in answer["data"]], np.float32)
-
-
-def post(url, body):
-    """The answer's raw body, by a client that blocks."""
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=60) as response:
-        return response.read()
 
 
 async def refused(api, param, status=400, **body):
@@ -340,25 +330,11 @@ async def test_the_largest_batch_never_holds_up_the_event_loop(engine, encoding)
     engine.hidden_size = 2048
     async with running(engine) as api:
         await embed(api, "warm")
-        longest = 0.0
-
-        async def watch():
-            nonlocal longest
-            while True:
-                before = time.thread_time()  # of this thread: others may keep the processor busy
-                await asyncio.sleep(0.001)
-                longest = max(longest, time.thread_time() - before)
-
-        # A collection of all that the test run has made takes longer than what is looked for.
-        gc.collect()
-        gc.freeze()
-        watching = asyncio.ensure_future(watch())
         body = {"input": [[i % 250] for i in range(2048)], "encoding_format": encoding}
         url = str(api.http.make_url(PATH))
-        received = await asyncio.to_thread(post, url, body)  # this loop is the server's alone
-        watching.cancel()
-        gc.unfreeze()
-    assert longest < 0.1
+        async with longest_turn() as longest:
+            received = await asyncio.to_thread(post_blocking, url, body)
+    assert longest() < 0.1
     data = json.loads(received)["data"]
     assert [item["index"] for item in data] == list(range(2048))
 
