@@ -5,12 +5,15 @@ A keys file has one key a line, and after it what is special about it::
     # one team a line
     sk-alice-1  name=alice  requests-per-minute=60  tokens-per-minute=100000  concurrency=4
     sk-bob-1    name=bob    cache-salt=bob-3f91    # a prefix cache of its own
+    sk-ops-1    name=ops    admin=yes              # may use the admin listener
 
 Fields are separated by spaces; `#` begins a comment at the start of a line or after a space.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import json
@@ -36,12 +39,13 @@ class ApiKey:
     tokens_per_minute: int | None = None  # prompts and outputs together
     concurrency: int | None = None
     cache_salt: str | None = None
+    is_admin: bool = False  # may use the admin listener
 
 
 API_KEY = web.RequestKey("api_key", ApiKey)
 _NUMBERS = ("requests-per-minute", "tokens-per-minute", "concurrency")
 _NUMBER = re.compile("[1-9][0-9]{0,14}")
-_FIELDS = ("name", *_NUMBERS, "cache-salt")
+_FIELDS = ("name", *_NUMBERS, "cache-salt", "admin")
 
 
 def read_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
@@ -49,7 +53,7 @@ def read_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
 
     Raises ConfigError that names the file and the line, never a key.
     """
-    keys = [ApiKey(f"api-key-{i}", _digest(key)) for i, key in enumerate(config.api_key, 1)]
+    keys = [ApiKey(f"api-key-{i}", _digest(key), is_admin=True) for i, key in enumerate(config.api_key, 1)]
     places = [f"--api-key number {i}" for i in range(1, len(keys) + 1)]
     if config.api_keys_file is not None:
         for number, key in _keys_of_file(config.api_keys_file):
@@ -57,6 +61,8 @@ def read_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
             places.append(f"{config.api_keys_file} line {number}")
     _check_distinct("key", [key.digest for key in keys], places)
     _check_distinct("name", [key.name for key in keys], places)
+    if config.admin_port is not None and keys and not any(key.is_admin for key in keys):
+        raise ConfigError("--admin-port: no key may use it; one in the keys file needs admin=yes")
     return tuple(keys)
 
 
@@ -74,10 +80,10 @@ def _digest(key: str) -> bytes:
 
 def _keys_of_file(path: str) -> Iterator[tuple[int, ApiKey]]:
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").splitlines()  # editors may begin a file with a BOM
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"api_keys_file: {path} cannot be read: {reason}") from None
+        raise ConfigError(f"--api-keys-file: {path} cannot be read: {reason}") from None
     has_key = False
     for number, line in enumerate(lines, 1):
         words = list(_words(line))
@@ -112,22 +118,32 @@ def _key(key: str, words: Iterable[str], default_name: str) -> ApiKey:
             raise ValueError(f"{name} has no value")
         if name in _NUMBERS and not _NUMBER.fullmatch(value):
             raise ValueError(f"{name} must be a whole number of at least 1")
+        if name == "admin" and value not in ("yes", "no"):
+            raise ValueError("admin must be yes or no")
         fields[name] = value
     numbers = {name.replace("-", "_"): int(fields[name]) for name in _NUMBERS if name in fields}
     return ApiKey(
-        fields.get("name", default_name), _digest(key), cache_salt=fields.get("cache-salt"), **numbers
+        fields.get("name", default_name),
+        _digest(key),
+        cache_salt=fields.get("cache-salt"),
+        is_admin=fields.get("admin") == "yes",
+        **numbers,
     )
 
 
 def find_key(keys: Iterable[ApiKey], authorization: str) -> ApiKey:
-    """The key that the Authorization header holds; raises a 401."""
+    """The key that the Authorization header holds; raises a 401.
+
+    `Bearer KEY`, or Basic with the key as the password and any user name, which is what browsers can send.
+    """
     scheme, _, given = authorization.partition(" ")
-    digest = _digest(given.strip())
+    is_basic = scheme.lower() == "basic"
+    digest = _digest(_password(given) if is_basic else given.strip())
     found = None
     for key in keys:  # all are compared, and digests of one length: the time tells nothing
         if hmac.compare_digest(key.digest, digest):
             found = key
-    if found is None or scheme.lower() != "bearer":
+    if found is None or not (is_basic or scheme.lower() == "bearer"):
         raise ApiError(
             401,
             "a valid API key is needed: Authorization: Bearer KEY",
@@ -135,6 +151,15 @@ def find_key(keys: Iterable[ApiKey], authorization: str) -> ApiKey:
             headers={"WWW-Authenticate": "Bearer"},
         )
     return found
+
+
+def _password(credentials: str) -> str:
+    """Of Basic credentials; empty, which is no key, where they are none."""
+    try:
+        decoded = base64.b64decode(credentials.strip(), validate=True)
+    except (binascii.Error, ValueError):
+        return ""
+    return decoded.decode("utf-8", "surrogateescape").partition(":")[2]
 
 
 def cache_salt_of(request: web.Request, own: str | None) -> str | None:

@@ -7,6 +7,7 @@ import platform
 import re
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,7 +15,7 @@ from aiohttp import web
 
 import jaxserve
 from jaxserve_server import body, connection, system
-from jaxserve_server.access import ApiKey
+from jaxserve_server.access import API_KEY, ApiKey
 from jaxserve_server.errors import ApiError
 from jaxserve_server.middleware import add_headers, authenticate, outermost
 from jaxserve_server.state import STATE, ServerState
@@ -31,7 +32,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 def create_admin_app(state: ServerState) -> web.Application:
     """The application of the admin listener, beside the public one whose state it shares."""
     known = authenticate(state.keys, system.open_by_flag(state.config))
-    app = web.Application(middlewares=[outermost, _from_this_machine, known])
+    app = web.Application(middlewares=[outermost, _from_this_machine, known, _admins_only])
     app[STATE] = state
     app.on_response_prepare.append(add_headers)
     app.add_routes(
@@ -55,6 +56,15 @@ async def _from_this_machine(request: web.Request, handler: Handler) -> web.Stre
     host = name[0] if name[0] and name[2].isdigit() else "".join(name)
     if host.lower() not in _LOOPBACK_NAMES or "Origin" in request.headers:
         raise ApiError(403, "the admin listener answers programs of this machine alone", code="forbidden")
+    return await handler(request)
+
+
+@web.middleware
+async def _admins_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses the keys of tenants; without keys, and for the probes, nobody is asked for one."""
+    key = request.get(API_KEY)
+    if key is not None and not key.is_admin:
+        raise ApiError(403, "this key may not use the admin listener", code="forbidden")
     return await handler(request)
 
 
@@ -91,6 +101,7 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -111,5 +122,6 @@ def _key_json(key: ApiKey) -> dict[str, Any]:
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_minute": key.tokens_per_minute,
         "concurrency": key.concurrency,
+        "is_admin": key.is_admin,
         "has_cache_salt": key.cache_salt is not None,
     }

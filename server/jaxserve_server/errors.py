@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -22,13 +23,13 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
-        self.headers = headers or {}
+        self.headers: Mapping[str, str] = headers or {}
 
     @property
     def type(self) -> str:

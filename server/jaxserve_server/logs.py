@@ -29,10 +29,10 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """`time level message key=value ...`; control characters escaped, tracebacks indented."""
+    """`time level message key=value ...` in UTC; control characters escaped, tracebacks indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S")
+        when = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
         fields = "".join(f" {key}={_shown(str(value))}" for key, value in _fields(record).items())
         line = f"{when} {record.levelname:<7} {_escaped(record.getMessage() + fields)}"
         if not record.exc_info:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from jaxserve_server.access import API_KEY, ApiKey, find_key
 from jaxserve_server.connection import SERVER, check_header
@@ -29,6 +30,7 @@ _ARRIVAL_TIME = web.RequestKey("arrival_time", float)
 _IS_ANSWERED = web.RequestKey("is_answered", bool)
 _LOG_FIELDS = web.RequestKey("log_fields", dict[str, Any])
 _OPEN_ATTRIBUTE = "_jaxserve_open"
+_PAGE_ATTRIBUTE = "_jaxserve_page"
 
 _EXPOSED_HEADERS = (
     "X-Request-Id, Retry-After, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
@@ -48,6 +50,12 @@ def open_to_all(handler: Handler) -> Handler:
 def is_open(handler: Any) -> bool:
     """Whether the handler answers without a key."""
     return getattr(handler, _OPEN_ATTRIBUTE, False)
+
+
+def opened_in_browsers(handler: Handler) -> Handler:
+    """Marks a page: a browser that comes without a key is made to ask its user for one."""
+    setattr(handler, _PAGE_ATTRIBUTE, True)
+    return handler
 
 
 def request_id_of(request: web.Request) -> str:
@@ -80,6 +88,7 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
     start = request[_ARRIVAL_TIME] = time.monotonic()
     in_logs = current_request_id.set(request[_REQUEST_ID])
     status: int | None = None
+    is_broken = False  # an answer that had begun and that we could not end
     try:
         try:
             check_header(request)
@@ -90,6 +99,7 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
             response = await handler(request)
         except Exception as error:
             if request.get(_IS_ANSWERED, False):
+                is_broken = not isinstance(error, ConnectionError)
                 raise _broken_off(request, error) from error
             response = _error_response(request, error)
         status = response.status
@@ -100,14 +110,15 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
         raise
     finally:
         seconds = time.monotonic() - start
-        state.metrics.http_ended(route_of(request), request.method, status, seconds)
+        counted = 500 if is_broken else status
+        state.metrics.http_ended(route_of(request), request.method, counted, seconds)
         if state.config.log_requests:
             logged = request[_LOG_FIELDS]
             fields = {
                 "request_id": request[_REQUEST_ID],
                 "method": request.method,
                 "route": route_of(request) or "-",
-                "status": "disconnected" if status is None else status,
+                "status": "error" if is_broken else "disconnected" if status is None else status,
                 "seconds": round(seconds, 3),
                 **logged,
             }
@@ -174,7 +185,16 @@ def authenticate(keys: Sequence[ApiKey], also_open: Container[Handler] = ()) -> 
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         matched = request.match_info.handler
         if keys and not is_open(matched) and matched not in also_open:
-            key = find_key(keys, request.headers.get("Authorization", ""))
+            try:
+                key = find_key(keys, request.headers.get("Authorization", ""))
+            except ApiError as error:
+                if getattr(matched, _PAGE_ATTRIBUTE, False) and "text/html" in request.headers.get(
+                    "Accept", ""
+                ):
+                    # A line of its own: browsers do not look for a second scheme in one.
+                    error.headers = CIMultiDict(error.headers)
+                    error.headers.add("WWW-Authenticate", 'Basic realm="jaxserve", charset="UTF-8"')
+                raise
             request[API_KEY] = key
             log_fields(request, api_key=key.name)
         return await handler(request)

@@ -9,6 +9,8 @@ from importlib.resources import files
 
 from aiohttp import web
 
+from jaxserve_server.middleware import opened_in_browsers
+
 
 @lru_cache(maxsize=2)
 def _page(name: str) -> tuple[str, dict[str, str]]:
@@ -43,11 +45,13 @@ def _answer(name: str) -> web.Response:
     return web.Response(text=page, content_type="text/html", headers=headers)
 
 
+@opened_in_browsers
 async def playground(request: web.Request) -> web.Response:
     """GET /."""
     return _answer("playground")
 
 
+@opened_in_browsers
 async def docs(request: web.Request) -> web.Response:
     """GET /docs."""
     return _answer("docs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from dataclasses import dataclass, field
 
@@ -32,7 +33,8 @@ class ServerState:
         if not asked:
             return self.model_names[0]
         if asked not in self.model_names:
-            message = f"the model {asked[:256]!r} does not exist here"
+            served = textwrap.shorten(", ".join(self.model_names), 256, placeholder=" ...")
+            message = f"the model {asked[:256]!r} does not exist here; served: {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return asked
 

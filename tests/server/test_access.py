@@ -1,5 +1,6 @@
 """Keys: who is let in, where none is needed, and the file that names keys and their limits."""
 
+import base64
 import logging
 
 import pytest
@@ -13,6 +14,11 @@ from jaxserve_server.errors import ApiError
 
 OPEN = {"/health", "/ready", "/startup"}
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"]
+
+
+def basic(credentials):
+    """As a browser sends what its user has typed."""
+    return "Basic " + base64.b64encode(credentials.encode()).decode()
 
 
 def routes_of(app):
@@ -65,6 +71,17 @@ async def test_metrics_are_open_by_flag_and_nothing_else_is():
         ("Bearer", 401),
         ("Bearer ", 401),
         ("Basic one", 401),
+        (basic("me:one"), 200),
+        (basic(":two").replace("Basic", "basic"), 200),
+        (basic("me:three"), 200),
+        (basic("one:"), 401),
+        (basic("one"), 401),
+        (basic("me:one:"), 401),
+        (basic("me:four"), 401),
+        (basic("me:one") + "!", 401),
+        ("Basic b25", 401),
+        ("Basic", 401),
+        ("Bearer " + basic("me:one").split()[1], 401),
         ("one", 401),
         ("Bearer one two", 401),
         ("Bearer onë", 401),
@@ -79,6 +96,47 @@ async def test_any_of_the_keys_opens(tmp_path, header, status):
         api.http.get("/v1/models", headers={"Authorization": header}) as response,
     ):
         assert response.status == status
+
+
+async def test_only_a_browser_that_opens_a_page_is_asked_for_a_password():
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    async with running(FakeEngine(), ServerConfig(api_key=("k",))) as api:
+        for path in ("/", "/docs", "/openapi.json", "/v1/models", "/metrics", "/nothing"):
+            for headers in (browser, {"Accept": "*/*"}, {"Accept": "application/json"}):
+                async with api.http.get(path, headers=headers) as response:
+                    assert response.status == 401
+                    asked = response.headers.getall("WWW-Authenticate")
+                is_asked = path in ("/", "/docs") and headers is browser
+                assert asked[0] == "Bearer"
+                assert [line.split()[0] for line in asked[1:]] == ["Basic"] * is_asked, (path, headers)
+        for path in ("/", "/docs", "/openapi.json", "/v1/models"):
+            async with api.http.get(path, headers=browser | {"Authorization": basic("me:k")}) as response:
+                assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None],
+)
+async def test_a_page_of_another_site_cannot_post_with_what_the_browser_knows(content_type):
+    """A browser asks first (a preflight) before it sends any other type; without one it sends these."""
+    headers = {"Authorization": basic("me:k"), "Origin": "https://evil.example"}
+    if content_type is not None:
+        headers["Content-Type"] = content_type
+    skip = () if content_type else ("Content-Type",)
+    async with running(FakeEngine(), ServerConfig(api_key=("k",))) as api:
+        posts = {path for method, path in routes_of(api.http.server.app) if method == "POST"}
+        assert "/v1/completions" in posts
+        for path in posts:
+            body = b'{"prompt": "hi", "messages": [], "tokens": [1], "input": "hi"}'
+            async with api.http.post(path, data=body, headers=headers, skip_auto_headers=skip) as response:
+                assert response.status == 400, path
+                assert "Content-Type" in (await response.json())["error"]["message"]
+        assert api.engine.seen == []
+        preflight = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+        async with api.http.options("/v1/completions", headers=preflight) as response:
+            assert response.status == 401
+            assert "Access-Control-Allow-Origin" not in response.headers
 
 
 async def test_a_key_in_another_header_opens_nothing():
@@ -141,6 +199,7 @@ def test_a_keys_file_gives_names_and_limits(tmp_path):
         ("SECRET limit=3\n", "line 1: after the key come fields"),
         ("SECRET name=\n", "line 1: name has no value"),
         ("SECRET name=a name=b\n", "line 1: name is given twice"),
+        ("SECRET admin=1\n", "line 1: admin must be yes or no"),
         ("SECRET concurrency=0\n", "line 1: concurrency must be a whole number"),
         ("SECRET concurrency=-1\n", "line 1: concurrency must be a whole number"),
         ("SECRET requests-per-minute=1.5\n", "line 1: requests-per-minute must be"),
@@ -156,6 +215,22 @@ def test_a_keys_file_that_cannot_be_used_says_where_and_never_the_key(tmp_path, 
     assert "keys.txt" in str(caught.value)
     assert "SECRET" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_keys_file_may_come_from_any_editor(tmp_path, encoding, newline):
+    (tmp_path / "keys").write_text(f"one name=a{newline}two{newline}", encoding, newline="")
+    keys = read_keys(ServerConfig(api_keys_file=str(tmp_path / "keys")))
+    assert [find_key(keys, f"Bearer {key}").name for key in ("one", "two")] == ["a", "line-2"]
+
+
+def test_who_may_use_the_admin_listener(tmp_path):
+    text = "one admin=yes\ntwo admin=no\nthree\n"
+    assert [key.is_admin for key in keys_of(tmp_path, text, api_key=("k",))] == [True, True, False, False]
+    with pytest.raises(ConfigError, match="--admin-port: no key may use it"):
+        keys_of(tmp_path, "two admin=no\nthree\n", admin_port=0)
+    assert keys_of(tmp_path, "two admin=no\nthree admin=yes\n", admin_port=0)
 
 
 def test_a_keys_file_that_cannot_be_read_is_an_error(tmp_path):

@@ -51,6 +51,7 @@ async def test_reset_prefix_cache_forgets_what_was_cached():
         engine = info["engine"]
         assert engine["limits"]["page_size"] == 8
         assert engine["platform"] == "cpu"
+        assert engine["attention_implementation"] == "xla"  # not "auto"
         assert len(engine["devices"]) == 1
         assert engine["stats"]["num_steps"] > 0
         assert info["phase"] == "ready"
@@ -105,6 +106,24 @@ async def test_it_asks_for_a_key_where_the_public_port_does():
             async with admin.get(path) as response:
                 assert response.status == 200
         assert api.engine.num_resets == 1
+
+
+async def test_a_tenants_key_is_not_the_operators(tmp_path):
+    (tmp_path / "keys").write_text("tenant name=t concurrency=7\noperator admin=yes\n")
+    config = ServerConfig(api_key=("flag",), api_keys_file=str(tmp_path / "keys"), metrics_without_key=True)
+    async with running(FakeEngine(), config) as api, admin_of(api) as admin:
+        for method, path in [*ACTIONS, ("GET", "/version"), ("GET", "/nothing")]:
+            for key, status in (("tenant", 403), ("operator", 200), ("flag", 200), ("other", 401)):
+                expected = 404 if status == 200 and path == "/nothing" else status
+                headers = {"Authorization": f"Bearer {key}"}
+                async with admin.request(method, path, headers=headers) as response:
+                    assert response.status == expected, (path, key)
+                    text = await response.text()
+                assert ('"concurrency": 7' in text) == (path == "/server_info" and status == 200)
+        for path in ("/metrics", "/health"):
+            async with admin.get(path) as response:
+                assert response.status == 200
+        assert api.engine.num_resets == 2
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,15 @@ import io
 import json
 import logging
 import sys
+import time
 
 import pytest
+from aiohttp import ClientError, web
 from conftest import running
 from fake_engine import FakeEngine
 
 from jaxserve_server.config import ServerConfig
+from jaxserve_server.errors import ApiError
 from jaxserve_server.logs import JsonFormatter, TextFormatter, configure_logging
 
 HOSTILE = 'x\n2026-01-01 00:00:00 INFO    forged\r\x1b[2K\u2028"} {"level": "info", "message": "forged"}'
@@ -70,6 +73,20 @@ def test_a_text_line_cannot_be_forged():
     assert not any(character in whole for character in "\r\x1b\u2028")
 
 
+@pytest.mark.parametrize("zone", ["UTC", "America/Lima", "Asia/Kathmandu"])
+def test_every_line_has_its_time_in_utc(monkeypatch, zone):
+    made = record()
+    made.created = 1767225599.25
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        assert TextFormatter().format(made).startswith("2025-12-31 23:59:59Z INFO ")
+        assert json.loads(JsonFormatter().format(made))["ts"] == "2025-12-31T23:59:59.250+00:00"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_values_with_spaces_are_quoted_in_text_lines():
     line = TextFormatter().format(record(status=200, error='a "b" status=500'))
     assert line.endswith(r' request status=200 error="a \"b\" status=500"')
@@ -109,6 +126,40 @@ async def test_a_request_that_its_client_left_is_logged_as_far_as_it_came(lines)
     assert line["error"] == "cancelled"
     assert line["completion_tokens"] == 3
     assert line["status"] == "disconnected"
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "counted"),
+    [
+        (RuntimeError("a bug"), "error", "5xx"),
+        (ApiError(500, "the engine failed"), "error", "5xx"),
+        (ConnectionResetError("gone"), "disconnected", "disconnected"),
+    ],
+)
+async def test_an_answer_that_breaks_off_is_an_error_unless_its_client_left(lines, failure, status, counted):
+    written = lines("json")
+
+    async def breaks(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half")
+        raise failure
+
+    async with running(FakeEngine(), ServerConfig(log_requests=True)) as api:
+        route = next(
+            r
+            for r in api.http.server.app.router.routes()
+            if (r.method, r.resource.canonical) == ("GET", "/docs")
+        )
+        route._handler = breaks
+        with pytest.raises((ClientError, ConnectionError)):
+            async with api.http.get("/docs") as response:
+                await response.read()
+        async with api.http.get("/metrics") as response:
+            page = await response.text()
+    found = [line for line in map(json.loads, written()) if line.get("route") == "/docs"]
+    assert [line["status"] for line in found] == [status]
+    assert f'handler="/docs",method="GET",model_name="fake",status="{counted}"}} 1.0' in page
 
 
 async def test_every_line_that_a_request_causes_carries_its_id(lines):

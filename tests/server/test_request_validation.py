@@ -207,6 +207,17 @@ async def test_the_served_model_may_be_left_open(api, name):
 async def test_an_unknown_model_is_a_404(api):
     status, answer = await api.post(COMPLETIONS, prompt="hi", model="other")
     assert (status, answer["error"]["param"], answer["error"]["code"]) == (404, "model", "model_not_found")
+    assert answer["error"]["message"].endswith("; served: fake")
+
+
+async def test_the_404_of_a_model_lists_a_bounded_number_of_names(engine):
+    names = tuple(f"a-model-with-a-name-{i}" for i in range(1000))
+    async with running(engine, names=names) as api:
+        _, answer = await api.post(COMPLETIONS, prompt="hi", model="x" * 10_000)
+    message = answer["error"]["message"]
+    assert "served: a-model-with-a-name-0, a-model-with-a-name-1, " in message
+    assert message.endswith(" ...")
+    assert len(message) < 600
 
 
 @pytest.mark.parametrize(

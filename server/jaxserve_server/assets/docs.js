@@ -131,6 +131,9 @@ function route(path, method, operation) {
         continue;
       }
       content.append(make("h3", "", prose(response.description)));
+      const headers = Object.entries(response.headers).map(([name, header]) =>
+        row([make("code", "", name)], prose(resolve(header).description)));
+      content.append(make("p", "quiet", "Headers"), make("dl", "fields", ...headers));
       for (const [media, { schema }] of Object.entries(response.content)) {
         content.append(make("p", "quiet", media));
         const shown = inner(schema.properties?.data?.anyOf[0].contentSchema ?? schema);

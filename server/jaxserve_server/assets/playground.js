@@ -4,11 +4,6 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]
 let conversation = [];
 let running = null; // the AbortController of the answer that streams
 
-function headers() {
-  const key = $("key").value.trim();
-  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-}
-
 // Text only ever becomes text: no answer is read as HTML.
 function add(parent, tag, className, text) {
   const element = document.createElement(tag);
@@ -42,7 +37,7 @@ async function messageOf(response) {
 
 async function loadModels() {
   try {
-    const response = await fetch("v1/models", { headers: headers() });
+    const response = await fetch("v1/models");
     if (!response.ok) throw new Error(await messageOf(response));
     const { data } = await response.json();
     $("model").replaceChildren(...data.map((card) => new Option(card.id, card.id)));
@@ -96,7 +91,7 @@ async function answer() {
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST",
-      headers: headers(),
+      headers: { "Content-Type": "application/json" },
       body: JSON.stringify(requestBody()),
       signal,
     });
@@ -192,8 +187,4 @@ const unfold = () => { $("settings").open = wide.matches; };
 wide.addEventListener("change", unfold);
 unfold();
 $("fields").addEventListener("submit", (event) => event.preventDefault());
-$("key").addEventListener("change", () => {
-  document.querySelectorAll(".problem").forEach((old) => old.remove());
-  loadModels();
-});
 loadModels();
