@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -35,8 +37,26 @@ def prompts(most: int) -> JsonSchema:
 
 PROMPT = prompts(1024)
 
-STOP_LIST: JsonSchema = {"type": "array", "items": _STOP_TEXT, "maxItems": DEFAULT_STOP_STRINGS}
-STOP: JsonSchema = {"anyOf": [_STOP_TEXT, STOP_LIST]}
+_most_stop_strings = ContextVar("_most_stop_strings", default=DEFAULT_STOP_STRINGS)
+
+
+@contextmanager
+def stop_strings(most: int) -> Iterator[None]:
+    """Schemas that are made meanwhile say that `stop` takes up to `most` strings, as this server's do."""
+    token = _most_stop_strings.set(most)
+    try:
+        yield
+    finally:
+        _most_stop_strings.reset(token)
+
+
+class StopSchema:
+    """Annotation of `stop`: its schema depends on the server's configuration."""
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> JsonSchema:
+        texts = {"type": "array", "items": _STOP_TEXT, "maxItems": _most_stop_strings.get()}
+        return {"anyOf": [_STOP_TEXT, texts]}
+
 
 LOGIT_BIAS: JsonSchema = {
     "type": "object",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal
 
@@ -321,7 +322,7 @@ class Metrics:
         self._http_seconds.labels(*labels).observe(seconds)
 
     def page(self) -> bytes:
-        """What a scraper reads, whatever format it would like best.
+        """What a scraper reads, whatever format it would like best; takes long, so not on the event loop.
 
         prometheus_client writes `vllm:x` as `vllm_x` in OpenMetrics and in the text format's version 1, so
         that no dashboard would find it.
@@ -351,6 +352,7 @@ class Metrics:
         return {"model_name": self.model_name}
 
 
+@cache
 def _versions() -> dict[str, str]:
     return {
         "version": jaxserve.__version__,

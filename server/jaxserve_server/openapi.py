@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 from aiohttp import web
@@ -19,9 +18,11 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 import jaxserve
 from jaxserve_server import answer_schemas as answers
 from jaxserve_server.embeddings import EmbeddingBody
+from jaxserve_server.field_schemas import stop_strings
 from jaxserve_server.middleware import is_open
 from jaxserve_server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jaxserve_server.state import STATE
+from jaxserve_server.workers import off_loop
 
 JSON, HTML, METRICS = "application/json", "text/html", "text/plain"
 SCHEMAS = "#/components/schemas/"
@@ -60,14 +61,18 @@ class Operation:
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None  # of its stream
     errors: tuple[int, ...] = ()  # besides those of the edge
+    about: tuple[str, str] | None = None  # of a probe: what 200 and 503 mean
 
 
 _MODELS = (401, 503)
+_HEALTH = ("The process works, also while it loads or drains.", "The engine is dead: restart the server.")
+_READY = ("Requests are admitted.", "The model is loading, the server is draining, or the engine is dead.")
+_STARTUP = ("The model is loaded.", "The model is loading, or could not be loaded, or the engine is dead.")
 
 # By method and path, in the order in which pages show them.
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
-        "Go on with a conversation",
+        "Create a chat completion",
         "Generation",
         answers.ChatCompletion,
         body=ChatBody,
@@ -75,7 +80,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
     ),
     ("POST", "/v1/completions"): Operation(
-        "Go on with texts or token ids",
+        "Create a completion",
         "Generation",
         answers.Completion,
         body=CompletionBody,
@@ -83,43 +88,60 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
     ),
     ("POST", "/v1/embeddings"): Operation(
-        "Texts or token ids to vectors",
+        "Create embeddings",
         "Embeddings",
         answers.Embeddings,
         body=EmbeddingBody,
         errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
     ),
     ("POST", "/tokenize"): Operation(
-        "Text or a conversation to token ids",
+        "Tokenize a text or a conversation",
         "Tokens",
         answers.Tokens,
         body=TokenizeBody,
         errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
     ),
     ("POST", "/detokenize"): Operation(
-        "Token ids to text",
+        "Detokenize token ids",
         "Tokens",
         answers.Detokenized,
         body=DetokenizeBody,
         errors=(401, *_OF_BODIES, *_OF_THE_ENGINE),
     ),
     ("GET", "/tokenizer_info"): Operation(
-        "The special tokens and the chat template", "Tokens", answers.TokenizerInfo, errors=_MODELS
+        "Get the tokenizer's special tokens and chat template",
+        "Tokens",
+        answers.TokenizerInfo,
+        errors=_MODELS,
     ),
-    ("GET", "/v1/models"): Operation("What is served", "Models", answers.ModelList, errors=_MODELS),
+    ("GET", "/v1/models"): Operation("List models", "Models", answers.ModelList, errors=_MODELS),
     ("GET", "/v1/models/{id}"): Operation(
-        "One served model", "Models", answers.ModelCard, errors=(404, *_MODELS)
+        "Retrieve a model", "Models", answers.ModelCard, errors=(404, *_MODELS)
     ),
-    ("GET", "/health"): Operation("Liveness: 503 when the engine is dead", "Probes", answers.Status),
-    ("GET", "/ready"): Operation("Readiness: 200 while requests are admitted", "Probes", answers.Status),
-    ("GET", "/startup"): Operation("200 once the model is loaded", "Probes", answers.Status),
-    ("GET", "/metrics"): Operation("Prometheus metrics", "Operation", media=METRICS, errors=(401,)),
-    ("GET", "/version"): Operation("The version", "Operation", answers.Version, errors=(401,)),
-    ("GET", "/openapi.json"): Operation("The OpenAPI document", "Operation", errors=(401,)),
-    ("GET", "/docs"): Operation("The document as a page", "Pages", media=HTML, errors=(401,)),
-    ("GET", "/"): Operation("A page to try the model on", "Pages", media=HTML, errors=(401,)),
+    ("GET", "/health"): Operation("Liveness probe", "Probes", answers.Status, about=_HEALTH),
+    ("GET", "/ready"): Operation("Readiness probe", "Probes", answers.Status, about=_READY),
+    ("GET", "/startup"): Operation("Startup probe", "Probes", answers.Status, about=_STARTUP),
+    ("GET", "/metrics"): Operation("Get Prometheus metrics", "Operation", media=METRICS, errors=(401,)),
+    ("GET", "/version"): Operation("Get the version", "Operation", answers.Version, errors=(401,)),
+    ("GET", "/openapi.json"): Operation("Get the OpenAPI document", "Operation", errors=(401,)),
+    ("GET", "/docs"): Operation("Read the API documentation", "Pages", media=HTML, errors=(401,)),
+    ("GET", "/"): Operation("Open the playground", "Pages", media=HTML, errors=(401,)),
 }
-_PROBES = ("/health", "/ready", "/startup")
+HEADERS = {
+    "X-Request-Id": (
+        "The request's own `X-Request-Id`, or one made for it; logs and traces carry it.",
+        "string",
+    ),
+    "Retry-After": ("Seconds to wait before the next try.", "integer"),
+    "x-ratelimit-limit-requests": ("Requests that the key may make in a minute.", "integer"),
+    "x-ratelimit-remaining-requests": ("Requests that are left of them.", "integer"),
+    "x-ratelimit-reset-requests": ("Time until all of them are there again, such as `1m2s`.", "string"),
+    "x-ratelimit-limit-tokens": ("Tokens that the key may spend in a minute, prompts included.", "integer"),
+    "x-ratelimit-remaining-tokens": ("Tokens that are left of them.", "integer"),
+    "x-ratelimit-reset-tokens": ("Time until all of them are there again, such as `1m2s`.", "string"),
+}
+_RATE_HEADERS = tuple(name for name in HEADERS if name.startswith("x-ratelimit-"))
+_ERROR_HEADERS = {429: ("Retry-After", *_RATE_HEADERS), 503: ("Retry-After",)}
 Mode = Literal["validation", "serialization"]
 
 
@@ -170,12 +192,23 @@ def build_document(app: web.Application) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": _schemas(served.values(), config.max_stop_strings),
-            "responses": {str(status): _error_json(text) for status, text in _ERRORS.items()},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "responses": {str(status): _error_json(status, text) for status, text in _ERRORS.items()},
+            "headers": {
+                name: {"description": about, "schema": {"type": kind}}
+                for name, (about, kind) in HEADERS.items()
+            },
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "browser": {
+                    "type": "http",
+                    "scheme": "basic",
+                    "description": "The key as the password; any user name.",
+                },
+            },
         },
     }
     if needs_key:
-        document["security"] = [{"key": []}]
+        document["security"] = [{"key": []}, {"browser": []}]
     return document
 
 
@@ -184,14 +217,11 @@ def _schemas(operations: Iterable[Operation], max_stop_strings: int) -> dict[str
     for operation in operations:
         kinds = (operation.body, operation.answer, operation.chunk)
         models += [(kind, "validation") for kind in kinds if kind is not None]
-    _, definitions = models_json_schema(
-        list(dict.fromkeys(models)), ref_template=f"{SCHEMAS}{{model}}", schema_generator=_Schemas
-    )
+    with stop_strings(max_stop_strings):
+        _, definitions = models_json_schema(
+            list(dict.fromkeys(models)), ref_template=f"{SCHEMAS}{{model}}", schema_generator=_Schemas
+        )
     schemas: dict[str, Any] = definitions["$defs"]
-    for schema in schemas.values():
-        for kind in schema.get("properties", {}).get("stop", {}).get("anyOf", ()):
-            if kind.get("type") == "array":
-                kind["maxItems"] = max_stop_strings
     return schemas
 
 
@@ -217,8 +247,8 @@ def _operation_json(method: str, path: str, operation: Operation, is_free: bool)
         ]
     if operation.body is not None:
         shown["requestBody"] = {"required": True, "content": {JSON: {"schema": _ref(operation.body)}}}
-    if path in _PROBES:
-        shown["responses"]["503"] = {**_answer_json(operation), "description": "No"}
+    if operation.about is not None:
+        shown["responses"]["503"] = {**shown["responses"]["200"], "description": operation.about[1]}
     for status in (*_EDGE, *operation.errors):
         if not (status == 401 and is_free):
             shown["responses"][str(status)] = {"$ref": f"#/components/responses/{status}"}
@@ -232,11 +262,16 @@ def _answer_json(operation: Operation) -> dict[str, Any]:
     if operation.answer is not None:
         schema = _ref(operation.answer)
     content: dict[str, Any] = {operation.media: {"schema": schema}}
-    description = "Yes" if operation.tag == "Probes" else "The answer"
+    description = "The answer" if operation.about is None else operation.about[0]
     if operation.chunk is not None:
         description = "The answer; with `stream: true` events of chunks, then `[DONE]`"
         content["text/event-stream"] = {"schema": _event_json(operation.chunk)}
-    return {"description": description, "content": content}
+    names = _RATE_HEADERS if operation.body is not None else ()
+    return {"description": description, "headers": _headers_json(*names), "content": content}
+
+
+def _headers_json(*names: str) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-Id", *names)}
 
 
 def _event_json(chunk: type[BaseModel]) -> dict[str, Any]:
@@ -250,8 +285,12 @@ def _event_json(chunk: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def _error_json(text: str) -> dict[str, Any]:
-    return {"description": text, "content": {JSON: {"schema": _ref(answers.ErrorAnswer)}}}
+def _error_json(status: int, text: str) -> dict[str, Any]:
+    return {
+        "description": text,
+        "headers": _headers_json(*_ERROR_HEADERS.get(status, ())),
+        "content": {JSON: {"schema": _ref(answers.ErrorAnswer)}},
+    }
 
 
 def _ref(model: type[BaseModel]) -> dict[str, str]:
@@ -263,9 +302,15 @@ class Document:
 
     def __init__(self, app: web.Application) -> None:
         self._app = app
+        self._body: bytes | None = None
 
-    @cached_property
-    def body(self) -> bytes:
+    async def body(self) -> bytes:
+        """Its JSON; made on a thread, since it takes a tenth of a second."""
+        if self._body is None:
+            self._body = await off_loop(0, self._build)
+        return self._body
+
+    def _build(self) -> bytes:
         return json.dumps(build_document(self._app), separators=(",", ":")).encode()
 
 
@@ -274,4 +319,4 @@ DOCUMENT = web.AppKey("openapi_document", Document)
 
 async def openapi_json(request: web.Request) -> web.Response:
     """GET /openapi.json."""
-    return web.Response(body=request.app[DOCUMENT].body, content_type=JSON)
+    return web.Response(body=await request.app[DOCUMENT].body(), content_type=JSON)

@@ -212,7 +212,7 @@ class GenerationBody(Body):
     """Choices for each prompt."""
     seed: Int64 | None = None
     """The same seed gives the same answer, whatever else runs."""
-    stop: Annotated[Any, WithJsonSchema(schemas.STOP)] = None
+    stop: Annotated[Any, schemas.StopSchema()] = None
     """End before the first of these strings in the answer's text."""
     # fail_fast: one error is enough, and a list may have millions of elements.
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)

@@ -12,6 +12,7 @@ from jaxserve_server.lifecycle import Phase
 from jaxserve_server.metrics import CONTENT_TYPE
 from jaxserve_server.middleware import Handler, open_to_all
 from jaxserve_server.state import STATE, ServerState
+from jaxserve_server.workers import off_loop
 
 
 def open_by_flag(config: ServerConfig) -> tuple[Handler, ...]:
@@ -47,7 +48,7 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    page = request.app[STATE].metrics.page()
+    page = await off_loop(0, request.app[STATE].metrics.page)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -271,7 +271,7 @@ async def test_the_real_engine_counts_what_it_did():
             "kv_cache_size_tokens": "2048",
             "cache_dtype": "float32",
             "enable_prefix_caching": "True",
-            "gpu_memory_utilization": "None",
+            "gpu_memory_utilization": "None",  # its pool was given a number of pages
         }
 
 

@@ -1,17 +1,22 @@
 """The document says what the server does: every route, every body, every answer."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 from conftest import messages, running
+from fake_engine import FakeEngine
 from jsonschema import Draft202012Validator
 from live import is_idle, live
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from jaxserve_server import answer_schemas, metrics, openapi
 from jaxserve_server.config import ServerConfig
-from jaxserve_server.openapi import OPERATIONS, routes_of
+from jaxserve_server.openapi import HEADERS, OPERATIONS, routes_of
 from jaxserve_server.protocol import ChatBody, CompletionBody
+
+KNOWN_HEADERS = {name.lower(): name for name in HEADERS}
 
 
 async def document_of(api, **headers):
@@ -66,13 +71,83 @@ async def test_which_routes_need_a_key(engine):
                 async with api.http.request(method, path.replace("{id}", "fake")) as response:
                     assert (response.status == 401) == ("401" in operation["responses"]), path
                     assert (response.status == 401) == (operation.get("security") != []), path
-    assert document["security"] == [{"key": []}]
+    assert document["security"] == [{"key": []}, {"browser": []}]
 
 
 async def test_without_keys_nothing_needs_one(api):
     document = await document_of(api)
     assert "security" not in document
     assert "401" not in json.dumps(document["paths"])
+
+
+def test_every_field_of_an_answer_says_what_it_is():
+    for operation in OPERATIONS.values():
+        for kind in filter(None, (operation.answer, operation.chunk, answer_schemas.ErrorAnswer)):
+            schema = kind.model_json_schema()
+            for shape in (schema, *schema["$defs"].values()) if "$defs" in schema else (schema,):
+                for name, field in shape["properties"].items():
+                    assert field.get("description"), f"{kind.__name__}.{name}"
+
+
+async def test_every_header_that_answers_have_of_ours_is_in_the_document(tmp_path):
+    (tmp_path / "keys").write_text("k requests-per-minute=1 tokens-per-minute=100\n")
+    headers = {"Authorization": "Bearer k"}
+    async with running(FakeEngine(), ServerConfig(api_keys_file=str(tmp_path / "keys"))) as api:
+        document = await document_of(api, **headers)
+        seen = set()
+        for path, item in document["paths"].items():
+            for method, operation in item.items():
+                async with api.http.request(
+                    method, path.replace("{id}", "fake"), json={"prompt": "a"}, headers=headers
+                ) as response:
+                    shown = operation["responses"][str(response.status)]
+                    if "$ref" in shown:
+                        shown = document["components"]["responses"][str(response.status)]
+                    ours = {
+                        KNOWN_HEADERS[name.lower()]
+                        for name in response.headers
+                        if name.lower() in KNOWN_HEADERS
+                    }
+                assert "X-Request-Id" in ours
+                missing = ours - shown["headers"].keys()
+                assert response.status not in (200, 429) or not missing, (path, missing)
+                seen |= ours
+    assert seen == set(HEADERS) == document["components"]["headers"].keys()
+
+
+@pytest.mark.parametrize("most", [1, 4, 16])
+async def test_the_document_has_this_servers_limit_of_stop_strings(engine, most):
+    def limits(document):
+        schemas = document["components"]["schemas"]
+        return {
+            kind["maxItems"]
+            for name in ("ChatBody", "CompletionBody")
+            for kind in schemas[name]["properties"]["stop"]["anyOf"]
+            if kind.get("type") == "array"
+        }
+
+    async with running(engine, ServerConfig(max_stop_strings=most)) as api:
+        assert limits(await document_of(api)) == {most}
+    async with running(engine) as api:
+        assert limits(await document_of(api)) == {4}
+
+
+async def test_the_document_and_the_metrics_are_not_made_on_the_event_loop(api, monkeypatch):
+    made = []
+
+    def noting(fn):
+        def wrapped(*args):
+            made.append(threading.current_thread() is threading.main_thread())
+            return fn(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(openapi, "build_document", noting(openapi.build_document))
+    monkeypatch.setattr(metrics, "generate_latest", noting(metrics.generate_latest))
+    for path in ("/openapi.json", "/openapi.json", "/metrics"):
+        async with api.http.get(path) as response:
+            assert response.status == 200
+    assert made == [False, False]  # the document once
 
 
 def test_every_field_says_what_it_is():
