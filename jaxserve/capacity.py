@@ -21,6 +21,7 @@ from pallas_kernels.pool_layout import row_dim
 from pallas_kernels.support import resolve
 
 _UTILIZATION = 0.9  # of an accelerator's memory
+_CPU_UTILIZATION = 0.05  # of the machine's, for the pool alone
 
 
 def choose_attention(args: EngineArgs, platform: str, chip: str | None) -> str:
@@ -41,6 +42,11 @@ def choose_dtype(args: EngineArgs, platform: str) -> np.dtype:
 
 def choose_num_seqs(args: EngineArgs, platform: str) -> int:
     return args.max_num_seqs or (32 if platform == "cpu" else 256)
+
+
+def choose_utilization(args: EngineArgs, platform: str) -> float:
+    """Share of a device's memory that is used where nothing else says how large the pool is."""
+    return args.memory_utilization or (_CPU_UTILIZATION if platform == "cpu" else _UTILIZATION)
 
 
 def choose_limits(
@@ -102,7 +108,7 @@ def pool_budget(
     """
     slots = choose_num_seqs(args, platform_of(mesh)) + 1
     tables = 4 * slots * (config.vocab_size + (args.max_model_len or config.max_position_embeddings))
-    share = int(device_bytes * (args.memory_utilization or _UTILIZATION))
+    share = int(device_bytes * choose_utilization(args, platform_of(mesh)))
     # A pool that is not split is whole on every device.
     return (share - taken_bytes - tables) * (mesh.size if head_sharding(config, mesh).axis else 1)
 

@@ -13,9 +13,15 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 def _arg(
-    default: Any, help_text: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = ()
+    default: Any,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    metavar: str | None = None,  # what the help calls the value; N for an integer, else the name's last word
 ) -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices, "aliases": aliases})
+    about = {"help": help_text, "choices": choices, "aliases": aliases, "metavar": metavar}
+    return field(default=default, metadata=about)
 
 
 @dataclass
@@ -27,10 +33,16 @@ class EngineArgs:
 
     model: str = _arg(DEFAULT_MODEL, "path, org/name, hf:org/name, or a built-in short name")
     revision: str | None = _arg(None, "revision on the Hugging Face hub")
-    tokenizer: str | None = _arg(None, "tokenizer of another model: a path or a model reference")
-    chat_template: str | None = _arg(None, "file with a Jinja chat template, in place of the model's own")
+    tokenizer: str | None = _arg(
+        None, "tokenizer of another model: a path or a model reference", metavar="MODEL"
+    )
+    chat_template: str | None = _arg(
+        None, "file with a Jinja chat template, in place of the model's own", metavar="FILE"
+    )
     generation_config: str = _arg(
-        "auto", "where default sampling parameters come from: auto (the model), none, or a directory"
+        "auto",
+        "where default sampling parameters come from: auto (the model), none, or a directory",
+        metavar="{auto,none,DIR}",
     )
     max_model_len: int | None = _arg(None, "tokens of one request, prompt and output")
     max_num_seqs: int | None = _arg(None, "requests that run at once (32 on a CPU, else 256)")
@@ -39,11 +51,12 @@ class EngineArgs:
     num_pages: int | None = _arg(
         None, "pages of the KV pool, in place of a memory budget; what cannot be used is left out"
     )
-    kv_cache_memory: int | None = _arg(None, "bytes of the KV pool")
+    kv_cache_memory: int | None = _arg(None, "bytes of the KV pool", metavar="BYTES")
     memory_utilization: float | None = _arg(
         None,
         "share of the device's memory for weights and KV pool (0.9); on a CPU for the pool alone (0.05)",
         aliases=("gpu_memory_utilization",),
+        metavar="FRACTION",
     )
     tensor_parallel_size: int = _arg(1, "devices that one copy of the model is split over")
     dtype: str = _arg(
@@ -62,21 +75,27 @@ class EngineArgs:
     enable_prefix_caching: bool = _arg(True, "compute a prefix that requests share once")
     enable_chunked_prefill: bool = _arg(True, "let a long prompt take several steps")
     scheduling_policy: str = _arg("fcfs", "who is served next", choices=("fcfs", "priority"))
-    scheduler_delay: float = _arg(0.0, "seconds a new request may be held so that others join its step")
-    max_queue: int | None = _arg(None, "requests that may wait; one more is refused (429)")
+    scheduler_delay: float = _arg(
+        0.0, "seconds a new request may be held so that others join its step", metavar="SECONDS"
+    )
+    max_queue: int | None = _arg(
+        None, "requests that may wait beside those that run; one more is refused (default: no limit)"
+    )
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for (0 to 20)")
     seed: int | None = _arg(None, "seed of requests that give none; without it each draws its own")
     platform: str | None = _arg(
         None, "device to use; by default JAX's own choice", choices=("cpu", "gpu", "tpu")
     )
-    attention_implementation: str = _arg("auto", "auto, or one of the support table (jaxserve models)")
+    attention_implementation: str = _arg(
+        "auto", "auto, or one of the support table (jaxserve models)", metavar="NAME"
+    )
     warmup: str = _arg(
         "lazy",
         "compile before serving: lazy (programs that serve anything, others in the background), full, none",
         choices=("lazy", "full", "none"),
     )
     compilation_cache_dir: str | None = _arg(
-        None, "where compiled programs are kept (default: the cache directory)"
+        None, "where compiled programs are kept (default: the cache directory)", metavar="DIR"
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.capacity import choose_attention, choose_dtype, choose_limits, make_spec, pool_budget
+from jaxserve.capacity import (
+    choose_attention,
+    choose_dtype,
+    choose_limits,
+    choose_utilization,
+    make_spec,
+    pool_budget,
+)
 from jaxserve.chat_template import load_chat_template
 from jaxserve.compilation import use_compilation_cache
 from jaxserve.engine import EngineConfig, LLMEngine
@@ -80,6 +87,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
 
     name = args.model if live is None else "live"
     tokenizer = _tokenizer(args, live, checkpoint)
+    has_own_size = args.num_pages is not None or args.kv_cache_memory is not None
     engine_config = EngineConfig(
         model_name=name,
         model=config,
@@ -89,7 +97,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         eos_token_ids=_eos(args, config, tokenizer, checkpoint),
         seed=args.seed,
         kv_cache_dtype=str(pool.dtype),
-        memory_utilization=args.memory_utilization,
+        memory_utilization=None if has_own_size else choose_utilization(args, platform),
         pooling=Pooling() if checkpoint is None else pooling_of(checkpoint),
     )
     scheduler = Scheduler(limits, name)
@@ -154,7 +162,7 @@ def _budget(args: EngineArgs, config: ModelConfig, dtype: np.dtype, mesh: Mesh) 
         return args.kv_cache_memory
     if platform_of(mesh) == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(total * (args.memory_utilization or 0.05))
+        return int(total * choose_utilization(args, "cpu"))
     stats = mesh.devices.flat[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError("this device does not tell its memory size: give --kv-cache-memory or --num-pages")

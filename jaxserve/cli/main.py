@@ -17,7 +17,7 @@ import jaxserve
 from jaxserve.cli import chat, doctor, generate, models, plan, serve
 from jaxserve.cli.command import Command, Values
 from jaxserve.cli.ending import end_process
-from jaxserve.cli.options import UsageError, nearest, resolve
+from jaxserve.cli.options import UsageError, nearest, resolve, with_flag
 
 COMMANDS: tuple[Command, ...] = (
     serve.COMMAND,
@@ -66,10 +66,12 @@ def _run(arguments: list[str]) -> int:
 
 def describe(error: BaseException) -> str:
     """An exception in one line; the class is named where the message alone says little."""
-    from jaxserve.errors import JaxserveError
+    from jaxserve.errors import ConfigError, JaxserveError
     from jaxserve_checkpoints import CheckpointError
 
     text = " ".join(str(error).split())
+    if isinstance(error, ConfigError):
+        text = with_flag(text, _known_options() - {"model"})
     if isinstance(error, JaxserveError | CheckpointError | OSError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -94,16 +96,21 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"unknown argument {unknown[0]!r}{nearest(unknown[0].partition('=')[0], flags)}")
     given = vars(namespace)
     options = {name: option for group in command.options().values() for name, option in group.items()}
-    everything = [
-        option for other in COMMANDS for group in other.options().values() for option in group.values()
-    ]
-    known = {name for option in everything for name in (option.name, *option.aliases)}
+    known = _known_options() | _COMMON
     values = resolve(
-        options, given, os.environ, given.get("config") or os.environ.get("JAXSERVE_CONFIG"), known | _COMMON
+        options, given, os.environ, given.get("config") or os.environ.get("JAXSERVE_CONFIG"), known
     )
     if given.get("model") is not None:
         values["model"] = given["model"]
     return command.run(Values(values, debug=given.get("debug", False)))
+
+
+def _known_options() -> set[str]:
+    """The names and aliases of every command's options."""
+    everything = [
+        option for command in COMMANDS for group in command.options().values() for option in group.values()
+    ]
+    return {name for option in everything for name in (option.name, *option.aliases)}
 
 
 # Known to every command, and no fields of a dataclass.

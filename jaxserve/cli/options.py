@@ -53,21 +53,27 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     def add_to(self, parser: argparse._ArgumentGroup) -> None:
-        settings: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self._help()}
+        settings: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self.described}
         if self.is_switch:
             settings["action"] = argparse.BooleanOptionalAction
         else:
-            settings |= {"type": self._argument, "metavar": self.metavar or self._metavar()}
+            settings |= {"type": self._argument, "metavar": self.shown_as}
             if self.is_repeatable:
                 settings["action"] = "append"
         parser.add_argument(self.flag, *map(_as_flag, self.aliases), **settings)
 
-    def _metavar(self) -> str:
+    @property
+    def shown_as(self) -> str:
+        """What the help calls the value."""
+        if self.metavar:
+            return self.metavar
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
         return self.name.rpartition("_")[2].upper()
 
-    def _help(self) -> str:
+    @property
+    def described(self) -> str:
+        """The help, with the default."""
         default = "" if self.default in (None, (), "") else f" (default: {self.default})"
         if self.is_switch:
             default = f" (default: {'on' if self.default else 'off'})"
@@ -129,7 +135,7 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
         is_repeatable=is_repeatable,
         choices=tuple(choices) if choices else None,
         aliases=(*field.metadata.get("aliases", ()), *_SHORT_FLAGS.get(field.name, ())),
-        metavar=field.metadata.get("metavar"),
+        metavar=field.metadata.get("metavar") or {int: "N", float: "NUMBER"}.get(kinds[0]),
     )
 
 
@@ -208,6 +214,14 @@ def resolve(
         if name in flags:
             values[name] = tuple(flags[name]) if option.is_repeatable else flags[name]
     return values
+
+
+def with_flag(message: str, options: Iterable[str]) -> str:
+    """An error's message that begins with the name of a setting, as Python has it, with the flag instead."""
+    name, rest = re.match(r"([a-z_]*)(.*)", message, re.S).groups()  # type: ignore[union-attr]
+    # Other sentences may begin with a word that is a flag's name too.
+    is_name = name in options and ("_" in name or rest.startswith((" must ", ":")))
+    return _as_flag(name) + rest if is_name else message
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

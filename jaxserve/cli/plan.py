@@ -117,7 +117,8 @@ COMMAND = Command(
   jaxserve plan directory-with-config.json --topology h200 --max-model-len 8192 --json
   jaxserve plan model.gguf --topology v5e:2x2 -tp 4 --buckets all
 
-  MODEL may be a config.json or a directory that holds only that. The compilers: pip install "jaxserve[aot]".
+  MODEL may be a config.json or a directory that holds only that.
+  The compilers: pip install '.[aot]' in a clone.
   Exit code 1 where the model does not fit (--json prints its object all the same, with "fits": false).""",
     run=run,
     groups=_groups,

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxserve.cli.command import Command, Values
+from jaxserve.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncLLMEngine
 
 
+@dataclass
+class ServedEngineArgs(EngineArgs):
+    """An engine's settings where strangers fill its queue: that has an end, so that memory has one."""
+
+    max_queue: int | None = field(
+        default=1024,
+        metadata={
+            **EngineArgs.__dataclass_fields__["max_queue"].metadata,
+            "help": "requests that may wait beside those that run; one more is refused with a 429",
+        },
+    )
+
+
 def _groups() -> Mapping[str, type]:
-    from jaxserve.engine_args import EngineArgs
     from jaxserve_server.config import ServerConfig
 
-    return {"server": ServerConfig, "engine": EngineArgs}
+    return {"server": ServerConfig, "engine": ServedEngineArgs}
 
 
 def run(values: Values) -> int:
     """Serve until SIGTERM or SIGINT."""
-    from jaxserve.engine_args import EngineArgs
     from jaxserve_server.config import ServerConfig
     from jaxserve_server.logs import configure_logging
     from jaxserve_server.serve import serve
 
     config = values.make(ServerConfig)
-    args = values.make(EngineArgs)
+    args = values.make(ServedEngineArgs)
     configure_logging(config.log_format)
 
     def load() -> AsyncLLMEngine:

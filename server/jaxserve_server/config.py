@@ -26,44 +26,61 @@ class ServerConfig:
     """The HTTP side of `jaxserve serve`; the engine's side is `jaxserve.EngineArgs`."""
 
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = _flag(8000, "port to listen on; 0 picks a free one and prints it")
+    port: int = _flag(8000, "port to listen on; 0 picks a free one and prints it", metavar="PORT")
     served_model_name: tuple[str, ...] = _flag(
         (), "the name that requests use, in place of MODEL; repeatable, the first is the default"
     )
     api_key: tuple[str, ...] = _flag(
-        (), "a key that clients must send as `Authorization: Bearer KEY`; give the flag once for each key"
+        (),
+        "a key that clients must send as `Authorization: Bearer KEY`; give the flag once for each key",
+        metavar="KEY",
     )
     api_keys_file: str | None = _flag(
         None,
         "a file with one key a line, and after it `name=` for the log and the key's limits: "
-        "`requests-per-minute=` `tokens-per-minute=` `concurrency=` `cache-salt=`; # begins a comment",
+        "`requests-per-minute=` `tokens-per-minute=` `concurrency=` `cache-salt=` `admin=yes`; "
+        "# begins a comment",
+        metavar="FILE",
     )
     metrics_without_key: bool = _flag(False, "answer /metrics without a key, as the probes are")
     allowed_origins: tuple[str, ...] = _flag(
-        (), "a web origin that browsers may call from, such as https://example.org, or *; repeatable"
+        (),
+        "a web origin that browsers may call from, such as https://example.org, or *; repeatable",
+        metavar="ORIGIN",
     )
-    root_path: str = _flag("", "serve every route under this prefix too, such as /llm behind a proxy")
-    ssl_certfile: str | None = _flag(None, "PEM certificate chain; serves HTTPS")
-    ssl_keyfile: str | None = _flag(None, "PEM private key of --ssl-certfile, when it is in another file")
+    root_path: str = _flag(
+        "", "serve every route under this prefix too, such as /llm behind a proxy", metavar="PREFIX"
+    )
+    ssl_certfile: str | None = _flag(None, "PEM certificate chain; serves HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = _flag(
+        None, "PEM private key of --ssl-certfile, when it is in another file", metavar="FILE"
+    )
     admin_port: int | None = _flag(
         None,
         "also listen on this port of the loopback interface for /reset_prefix_cache and /server_info; "
-        "0 picks a free one and prints it",
+        "0 picks a free one and prints it; with keys, for those of --api-key and those with admin=yes",
+        metavar="PORT",
     )
     max_stop_strings: int = _flag(
         DEFAULT_STOP_STRINGS,
         f"strings that `stop` of a request may list, up to {MAX_STOP_STRINGS}; OpenAI's API takes 4",
     )
     request_timeout: float | None = _flag(
-        None, "seconds that a request may take, waiting included, before it is stopped with an error"
+        None,
+        "seconds that a request may take, waiting included, before it is stopped with an error "
+        "(default: no limit)",
+        metavar="SECONDS",
     )
     step_timeout: float = _flag(
         600.0,
         "seconds that one step of the engine may take before the server counts as dead and ends; "
         "compiling is not counted",
+        metavar="SECONDS",
     )
     drain_timeout: float = _flag(
-        30.0, "seconds that running requests get to finish after SIGTERM before they are ended with an error"
+        30.0,
+        "seconds that running requests get to finish after SIGTERM before they are ended with an error",
+        metavar="SECONDS",
     )
     log_format: str = _flag("text", "log lines as text or as one JSON object each", choices=("text", "json"))
     log_requests: bool = _flag(
@@ -71,7 +88,9 @@ class ServerConfig:
     )
     otlp_traces_endpoint: str | None = _flag(
         None,
-        "send a trace of each request there, such as http://collector:4318/v1/traces; needs jaxserve[otel]",
+        "send a trace of each request there, such as http://collector:4318/v1/traces; "
+        "needs the extra otel (pip install '.[otel]')",
+        metavar="URL",
     )
 
     def __post_init__(self) -> None:
@@ -97,6 +116,7 @@ class ServerConfig:
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, not {self.root_path!r}")
         if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError("ssl_keyfile needs ssl_certfile")
-        if not all((*self.api_key, *self.served_model_name)):
-            raise ConfigError("api_key and served_model_name must not be empty")
+            raise ConfigError("ssl_keyfile needs --ssl-certfile")
+        for name in ("api_key", "served_model_name"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"{name} must not be empty")

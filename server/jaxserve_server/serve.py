@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Awaitable, Callable
@@ -37,7 +40,8 @@ def serve(
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
 
-    Raises what `load_engine` raised, ConfigError for a bad certificate, and OSError where the port is taken.
+    Raises what `load_engine` raised, and ConfigError for a bad certificate and for an address that cannot be
+    listened on.
     """
     lifecycle = Lifecycle(load_engine)
     code = asyncio.run(_serve(config, lifecycle, model_names))
@@ -55,16 +59,21 @@ async def _serve(config: ServerConfig, lifecycle: Lifecycle, model_names: tuple[
     stopping = _stop_on_signals()
     try:
         url = await _listen(runner, config)
+        if not app[STATE].keys and not _is_loopback(runner):
+            logger.warning(
+                "%s is open to every machine that reaches it: --api-key or --api-keys-file asks for a key",
+                url,
+            )
         if config.admin_port is not None:
             await admin.setup()
-            await Listener(admin, ADMIN_HOST, config.admin_port).start()
+            await _open(Listener(admin, ADMIN_HOST, config.admin_port), "--admin-port")
             logger.info("admin listener at http://%s:%d", ADMIN_HOST, admin.addresses[0][1])
         logger.info("loading %s; %s answers meanwhile", model_names[0], url)
         loading = asyncio.ensure_future(lifecycle.load())
         if await _first(loading, stopping.wait()) is not loading:
             return 0
         app[STATE].metrics.engine = loading.result()
-        logger.info("ready: serving %s at %s/v1", ", ".join(model_names), url)
+        logger.info("ready: serving %s at %s/v1; try it at %s/", ", ".join(model_names), url, url)
         died = asyncio.ensure_future(lifecycle.died(config.step_timeout))
         if await _first(died, stopping.wait()) is died:
             logger.critical("the engine has stopped", exc_info=loading.result().error)
@@ -99,15 +108,46 @@ async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
     """Open the socket; returns the URL."""
     context = None
     if config.ssl_certfile is not None:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"the certificate cannot be used: {error}") from error
-    await Listener(runner, config.host, config.port, ssl_context=context, backlog=2048).start()
+        context = _tls(config.ssl_certfile, config.ssl_keyfile)
+    listener = Listener(runner, config.host, config.port, ssl_context=context, backlog=2048)
+    await _open(listener, "--port")
     port = runner.addresses[0][1]
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{'https' if context else 'http'}://{host}:{port}"
+
+
+def _tls(certfile: str, keyfile: str | None) -> ssl.SSLContext:
+    for flag, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
+        try:
+            if path is not None:
+                open(path, "rb").close()  # ssl's own error does not say which file it is about
+        except OSError as error:
+            raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from error
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certfile, keyfile)
+    except ssl.SSLError as error:
+        raise ConfigError(f"--ssl-certfile {certfile}: the certificate cannot be used: {error}") from error
+    return context
+
+
+async def _open(listener: Listener, flag: str) -> None:
+    """Start to listen; raises ConfigError with what to change."""
+    host, port = listener._host, listener._port
+    try:
+        await listener.start()
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: there is no such host: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is taken: choose another with {flag}") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
+
+
+def _is_loopback(runner: web.AppRunner) -> bool:
+    """Whether only this machine reaches all addresses that the runner listens on."""
+    return all(ipaddress.ip_address(address[0]).is_loopback for address in runner.addresses)
 
 
 async def _first(*awaitables: Awaitable[Any]) -> asyncio.Future[Any]:

@@ -1,5 +1,8 @@
 """The command's outside: exit codes, error lines, help."""
 
+import gc
+import re
+import socket
 import subprocess
 import sys
 
@@ -9,6 +12,7 @@ import jaxserve
 from jaxserve.cli import doctor, self_test, serve
 from jaxserve.cli import main as entry
 from jaxserve.cli.main import main
+from jaxserve.engine_args import EngineArgs
 
 pytestmark = pytest.mark.usefixtures("no_variables")
 
@@ -82,7 +86,45 @@ def test_a_failure_is_one_line_and_exit_1(capsys, tmp_path, debug):
 
 def test_a_wrong_engine_argument_is_exit_1(capsys):
     assert main(["serve", "--max-model-len", "0"]) == 1
-    assert "max_model_len" in error_line(capsys)
+    assert "--max-model-len must be" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1"),
+        (["--max-logprobs", "21"], "--max-logprobs must be at most 20"),
+        (["--memory-utilization", "2"], "--memory-utilization must be in"),
+        (["--port", "70000"], "--port must be in"),
+        (["--admin-port", "-1"], "--admin-port must be in"),
+        (["--drain-timeout", "-1"], "--drain-timeout must not be negative"),
+        (["--step-timeout", "0"], "--step-timeout must be above 0"),
+        (["--max-stop-strings", "0"], "--max-stop-strings must be in"),
+        (["--allowed-origins", "x"], "--allowed-origins: 'x' is neither"),
+        (["--root-path", "x"], "--root-path must begin with /"),
+        (["--ssl-keyfile", "x"], "--ssl-keyfile needs --ssl-certfile"),
+        (["--ssl-certfile", "/none.pem"], "--ssl-certfile /none.pem: cannot be read: No such file"),
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--served-model-name", ""], "--served-model-name must not be empty"),
+        (["--api-keys-file", "/none"], "--api-keys-file: /none cannot be read: No such file"),
+        (["--otlp-traces-endpoint", "x"], "--otlp-traces-endpoint must be"),
+        (["--host", "no-such-host.invalid"], "--host no-such-host.invalid: there is no such host"),
+        (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 0: Cannot assign"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_the_flag_as_typed(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("jaxserve_server.logs.configure_logging", lambda log_format: None)
+    assert main(["serve", *([] if "--port" in arguments else ["--port", "0"]), *arguments]) == 1
+    assert f"jaxserve: error: {message}" in error_line(capsys)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+def test_a_port_that_is_taken_is_named(capsys, monkeypatch, flag):
+    monkeypatch.setattr("jaxserve_server.logs.configure_logging", lambda log_format: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", *([] if flag == "--port" else ["--port", "0"]), flag, str(port)]) == 1
+    assert error_line(capsys) == f"jaxserve: error: port {port} is taken: choose another with {flag}"
 
 
 @pytest.fixture
@@ -120,6 +162,36 @@ def test_serve_names(served):
     main(["serve", "org/name"])
     main(["serve", "org/name", "--served-model-name", "a", "--served-model-name", "b"])
     assert [names for _, names in served] == [("smollm2-135m-instruct",), ("org/name",), ("a", "b")]
+
+
+@pytest.mark.parametrize(("flags", "most"), [([], 1024), (["--max-queue", "5"], 5)])
+def test_the_queue_of_a_server_has_an_end(monkeypatch, flags, most):
+    import jaxserve_server.serve
+    from jaxserve.async_engine import AsyncLLMEngine
+
+    given = []
+    monkeypatch.setattr(jaxserve_server.serve, "serve", lambda config, load, names: load() or 0)
+    monkeypatch.setattr("jaxserve_server.logs.configure_logging", lambda log_format: None)
+    monkeypatch.setattr(AsyncLLMEngine, "from_engine_args", given.append)
+    try:
+        assert main(["serve", *flags]) == 0
+    finally:
+        gc.unfreeze()
+    assert [args.max_queue for args in given] == [most]
+    assert EngineArgs().max_queue is None
+
+
+@pytest.mark.parametrize("command", entry.COMMANDS, ids=lambda command: command.name)
+def test_the_help_says_what_every_number_counts(command):
+    for options in command.options().values():
+        for option in options.values():
+            shown = option.read("1") if not option.is_switch and option.choices is None else None
+            if isinstance(shown, int):
+                assert option.shown_as in ("N", "BYTES", "PORT"), option.name
+            if isinstance(shown, float):
+                assert option.shown_as in ("SECONDS", "FRACTION", "NUMBER"), option.name
+            if option.name in ("max_queue", "request_timeout"):
+                assert re.search(r"\(default: (1024|no limit)\)", option.described), option.name
 
 
 def test_a_command_that_fails_unexpectedly_names_the_class(capsys, monkeypatch):

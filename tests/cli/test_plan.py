@@ -121,12 +121,12 @@ def test_what_does_not_fit_is_exit_1_with_the_bytes_that_are_missing(config, cpu
 
 def test_a_missing_compiler_is_one_line_that_names_the_extra(config, monkeypatch, capsys):
     def missing(topology):
-        raise CompilerMissingError(f'cannot compile for {topology} (pip install "jaxserve[aot]")')
+        raise CompilerMissingError(f"cannot compile for {topology} (pip install '.[aot]' in a clone)")
 
     monkeypatch.setattr(planning, "abstract_devices", missing)
     assert plan(config) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == 'jaxserve: error: cannot compile for v6e (pip install "jaxserve[aot]")'
+    assert line == "jaxserve: error: cannot compile for v6e (pip install '.[aot]' in a clone)"
 
 
 def test_an_unknown_topology_is_exit_1(config, capsys):

@@ -55,6 +55,8 @@ def main():
             drain_timeout=drain,
             step_timeout=10.0,
             admin_port=0 if mode == "admin" else None,
+            host="0.0.0.0" if mode.startswith("open") else "127.0.0.1",
+            api_key=("k",) if mode == "open-with-key" else (),
         )
         return serve(config, load, ("fake",))
     except ValueError as error:

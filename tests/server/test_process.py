@@ -145,6 +145,16 @@ def test_the_admin_listener_is_a_port_of_its_own(start):
     assert process.end()[0] == 0
 
 
+@pytest.mark.parametrize(("mode", "is_warned"), [("", False), ("open", True), ("open-with-key", False)])
+def test_a_server_that_is_open_to_all_machines_says_so(start, mode, is_warned):
+    process = start("1", *filter(None, [mode]))
+    url = process.wait_for(r"ready: serving fake at (\S+)/v1; try it at ").group(1)
+    assert process.log[-1].endswith(f"; try it at {url}/\n")
+    warnings = [line for line in process.log if " WARNING " in line]
+    assert len(warnings) == is_warned
+    assert all("--api-key" in line and url in line for line in warnings)
+
+
 def test_without_the_flag_there_is_no_admin_listener(start):
     process = start("1")
     process.wait_for("ready: serving")

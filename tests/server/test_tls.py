@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import shutil
 import ssl
 import subprocess
@@ -77,8 +78,15 @@ async def test_a_greeting_that_does_not_end_is_cut_off(port, sent):
 
 async def test_a_certificate_that_cannot_be_used_is_one_error(tmp_path, certificate):
     (tmp_path / "bad.pem").write_text("nothing")
-    for files in ((str(tmp_path / "bad.pem"), None), (str(tmp_path / "none.pem"), None), certificate[:1]):
-        config = ServerConfig(port=0, ssl_certfile=files[0])
+    bad, none = str(tmp_path / "bad.pem"), str(tmp_path / "none.pem")
+    cases = [
+        (bad, None, f"--ssl-certfile {bad}: the certificate cannot be used"),
+        (certificate[0], None, f"--ssl-certfile {certificate[0]}: the certificate cannot be used"),
+        (none, None, f"--ssl-certfile {none}: cannot be read: No such file"),
+        (certificate[0], none, f"--ssl-keyfile {none}: cannot be read: No such file"),
+    ]
+    for certfile, keyfile, message in cases:
+        config = ServerConfig(port=0, ssl_certfile=certfile, ssl_keyfile=keyfile)
         async with running(FakeEngine()) as api:
-            with pytest.raises(ConfigError, match="the certificate cannot be used"):
+            with pytest.raises(ConfigError, match=re.escape(message)):
                 await serve._listen(connection.create_runner(api.http.server.app), config)
