@@ -2,7 +2,7 @@
 
     python benchmarks/aot_kernels.py [--chips v5e v6e tpu7x h200] [--only NAME ...] [--bundles] [--json FILE]
 
-Needs the compilers (pip install "jaxserve[aot]"). Exits with 1 when a shape does not compile, when a pool is
+Needs the compilers (pip install '.[aot]'). Exits with 1 when a shape does not compile, when a pool is
 copied or not shared whole, or when a kernel spills more than its prologue. --bundles adds the instruction
 bundles of each TPU kernel, from the compiler's dumps (half a gigabyte a program, deleted at once; slow).
 """

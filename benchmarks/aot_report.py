@@ -7,7 +7,7 @@
 
 Exit code 1 where a step copies the pool, does not share it, exchanges more than the split implies, or needs
 3% of memory for temporaries (`jaxserve/plan/checks.py`), or where a model does not fit. Configs are written
-from the models' public descriptions; the compilers come with `pip install "jaxserve[aot]"`.
+from the models' public descriptions; the compilers come with `pip install '.[aot]'`.
 """
 
 from __future__ import annotations

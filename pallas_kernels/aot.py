@@ -127,6 +127,6 @@ def abstract_devices(topology: str) -> Sequence[jax.Device]:
         reason = " ".join(str(error).split())[:300]
         raise CompilerMissingError(
             f"cannot compile for {topology}: {package} of this jax's version needed "
-            f'(pip install "jaxserve[aot]"): {reason}'
+            f"(pip install '.[aot]' in a clone): {reason}"
         ) from error
     return found.devices[:1] if shape == "1x1" else found.devices

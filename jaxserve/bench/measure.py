@@ -196,5 +196,5 @@ def missing_plot_library() -> str | None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install 'jaxserve[notebooks]'"
+        return "--plot needs matplotlib: pip install '.[notebooks]' in a clone"
     return None
