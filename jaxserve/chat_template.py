@@ -3,7 +3,7 @@
 The environment is that of transformers (`utils/chat_template_utils.py`): sandboxed and immutable,
 `trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not
 escape HTML, and a `{% generation %}` tag that changes nothing. Time, memory and the text's length are
-bounded (see `template_sandbox`).
+bounded, and what a template may use is listed (see `template_operations`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.template_sandbox import RENDER_SECONDS, BoundedEnvironment, TemplateLimitError, limited
+from jaxserve.template_operations import RENDER_SECONDS, TemplateLimitError, limited
+from jaxserve.template_sandbox import BoundedEnvironment
 
 # Characters of one rendered conversation: a million tokens and more, and far below what hurts a server.
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
@@ -112,17 +113,42 @@ def _environment() -> BoundedEnvironment:
 
 @lru_cache(maxsize=64)
 def compile_template(source: str) -> jinja2.Template:
-    """The compiled template.
+    """The compiled template. An unknown filter or test inside an `if` is found only when it runs.
 
     Raises:
-        InvalidRequestError: a syntax error; the message names the line.
+        InvalidRequestError: a syntax error, or a filter or test that does not exist; the message names the
+            line where it can.
     """
     try:
-        return _environment().from_string(source)
+        with limited():  # filters of constants are applied here
+            return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequestError(
             f"the chat template does not compile: line {error.lineno}: {error.message}", param="messages"
         ) from error
+    except (SyntaxError, RecursionError) as error:  # of the Python code that Jinja makes of it
+        raise InvalidRequestError(
+            f"the chat template does not compile: {type(error).__name__}: it is nested too deeply",
+            param="messages",
+        ) from error
+
+
+def check_template(source: str) -> None:
+    """Compiles an operator's template, and looks inside its `if`s too.
+
+    Raises:
+        ConfigError: names the line.
+    """
+    try:
+        compile_template(source)
+    except InvalidRequestError as error:
+        raise ConfigError(str(error)) from error
+    tree, kinds = _environment().parse(source), {"filter": nodes.Filter, "test": nodes.Test}
+    for kind, known in (("filter", _environment().filters), ("test", _environment().tests)):
+        for node in tree.find_all(kinds[kind]):
+            if node.name not in known:
+                why = f"line {node.lineno}: No {kind} named {node.name!r}."
+                raise ConfigError(f"the chat template does not compile: {why}")
 
 
 @lru_cache(maxsize=64)
@@ -133,7 +159,7 @@ def wants_parts(source: str) -> bool:
     """
     try:
         template = _environment().parse(source)
-    except jinja2.TemplateSyntaxError:
+    except (jinja2.TemplateSyntaxError, RecursionError):
         return False  # `compile_template` says so
     if any(test.name == "string" for test in template.find_all(nodes.Test)):
         return False

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
-from jaxserve.chat_template import ChatTemplate, compile_template
-from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
+from jaxserve.chat_template import ChatTemplate, check_template
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 
 if TYPE_CHECKING:
     from jaxserve_checkpoints import TokenizerAssets
@@ -130,10 +130,7 @@ class Tokenizer:
         self._texts: dict[int, str | None] = {}
 
         if chat_template is not None:
-            try:
-                compile_template(chat_template)
-            except InvalidRequestError as error:
-                raise ConfigError(str(error)) from error
+            check_template(chat_template)
         source = chat_template if chat_template is not None else assets.chat_template
         self.chat_template: str | None = source
         self._chat = ChatTemplate(source, dict(assets.special_tokens_map))
