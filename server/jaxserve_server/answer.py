@@ -122,13 +122,13 @@ async def respond(
             finals: list[RequestOutput | None] = [None] * len(streams)
             async for index, output in outputs:
                 finals[index] = output
-            finished = [output for output in finals if output is not None and output.finished]
-            if len(finished) < len(finals):
-                raise EngineDeadError("a request ended without an end")
-            pieces = answer.whole_json(finished)
-            if answer.unsent > _FEW_ITEMS:
-                return await answered(request, [piece async for piece in made_on_threads(pieces)])
-            return await answered(request, list(pieces))
+    finished = [output for output in finals if output is not None and output.finished]
+    if len(finished) < len(finals):
+        raise EngineDeadError("a request ended without an end")
+    pieces = answer.whole_json(finished)
+    if answer.unsent > _FEW_ITEMS:
+        return await answered(request, [piece async for piece in made_on_threads(pieces)])
+    return await answered(request, list(pieces))
 
 
 async def _watched(
