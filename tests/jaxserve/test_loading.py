@@ -126,3 +126,17 @@ def test_a_template_or_tokenizer_that_cannot_be_used_is_refused(directory: Path)
     (directory / "template.jinja").write_text("{{ messages }}")
     assert "has no tokenizer" in refusal(directory, chat_template=str(directory / "template.jinja"))
     assert "has no tokenizer" in refusal(directory, tokenizer=str(directory))
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        ({}, "0.05"),  # the default of a CPU
+        ({"memory_utilization": 0.01}, "0.01"),
+        ({"num_pages": 9}, "None"),  # nothing is a share of anything
+        ({"kv_cache_memory": 1 << 20}, "None"),
+    ],
+)
+def test_the_share_of_memory_in_force_is_told(directory: Path, args: dict[str, Any], shown: str) -> None:
+    with LLM(str(directory), warmup="none", max_model_len=64, **args) as llm:
+        assert llm._engine.cache_info()["gpu_memory_utilization"] == shown
