@@ -1,6 +1,7 @@
 """Chat templates: what they get, what they may do, how their text becomes ids."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,16 @@ def test_a_failing_template_is_the_requests_error(source):
 
 def test_a_template_that_does_not_compile_names_the_line():
     assert "line 2" in str(refusal("a\n{% for %}", [user()]))
+
+
+def test_a_checkpoints_template_that_cannot_be_used_stops_chats_only():
+    assets = open_checkpoint(GGUF / "f16_tok_llama" / "model.gguf").tokenizer()
+    own = Tokenizer(replace(assets, chat_template="{{ messages|pprint }}"))
+    assert own.encode("hi")
+    with pytest.raises(InvalidRequestError, match="No filter named 'pprint'"):
+        own.apply_chat_template([user()])
+    with pytest.raises(ConfigError, match="No filter named 'pprint'"):
+        Tokenizer(assets, "{% if messages %}{{ messages|pprint }}{% endif %}")
 
 
 def test_a_missing_template_says_how_to_pass_one():

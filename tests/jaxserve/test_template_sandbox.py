@@ -89,7 +89,9 @@ SWELLING = {
     "one text to lower many times": (
         "{% set s = 'A' * 4000000 %}{{ range(99999)|map('replace', '', s)|sort|length }}"
     ),
-    "a text many times, to sort": "{% set s = 'A' * 4000000 %}{{ ([none] * 99999)|map('default', s, true)|sort|length }}",
+    "a text many times, to sort": (
+        "{% set s = 'A' * 4000000 %}{{ ([none] * 99999)|map('default', s, true)|sort|length }}"
+    ),
     "doubling by views": (
         "{% set n = namespace(x={'a': 1}) %}"
         "{% for i in range(60) %}{% set n.x = {'a': n.x.items(), 'b': n.x.items()} %}{% endfor %}{{ n.x }}"
@@ -262,11 +264,11 @@ def test_what_is_not_listed_is_refused_by_name(source, why):
     assert why.split("(")[0] in str(caught.value)
 
 
-# Of `t`, a text of as many characters as there may be, and `l`, a list of texts; others are called on `t` alone.
+# Of `t`, a text of as many characters as there may be, and `l`, a list of texts.
 CALLS = (
-    "t|default('')", "l|map('upper')|list", "l|select('eq', 'x')|list", "l|reject('in', t)|list",
-    "l|selectattr('x')|list", "l|rejectattr('x')|list", "l|map('length')|sum", "l|join('')", "l|list", "l|last",
-    "l|max", "l|min", "l|sort", "l|unique|list", "l|reverse|list", "l|string", "l|tojson(indent=1)",
+    "t|default('')", "l|map('upper')|list", "l|select('eq', 'x')|list", "l|reject('in', 'x')|list",
+    "l|selectattr('x')|list", "l|rejectattr('x')|list", "l|map('length')|sum", "l|join('')", "l|list",
+    "l|last", "l|max", "l|min", "l|sort", "l|unique|list", "l|reverse|list", "l|string", "l|tojson(indent=1)",
     "{'a': t}|dictsort", "{'a': t}|items|list", "t[:60000]|int", "t[:60000]|float", "1.5|round(2)", "1|abs",
     "t|replace('bb', 'c')", "t[:60000]|format", "t[:60000]|title", "t[:250000].replace('b', '\\n')|indent",
     "t.endswith(t)", "t.startswith(t)", "t.count('ab')", "t.find('ba' * 999999)", "t.index('b')",
