@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import pydantic_core
 from jinja2 import nodes
 from jinja2.parser import Parser
 
@@ -96,7 +97,12 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        allow_nan=False,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 
@@ -232,8 +238,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
+            arguments = pydantic_core.from_json(arguments, allow_inf_nan=False) if arguments.strip() else {}
+        except ValueError:
             _fail(where, "the arguments of a tool call are not valid JSON")
     if arguments is None:
         arguments = {}

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from jaxserve.engine import LLMEngine, NewRequest
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import EngineClosedError, EngineDeadError
 from jaxserve.outputs import RequestOutput
 
 log = logging.getLogger("jaxserve")
@@ -156,7 +156,7 @@ class EngineLoop:
         if self.error is not None:
             raise EngineDeadError(f"the engine has failed: {self.error}") from self.error
         if self._stopping:
-            raise EngineDeadError("the engine is closed")
+            raise EngineClosedError("the engine is closed")
 
     def _run(self) -> None:
         try:
@@ -225,6 +225,6 @@ class EngineLoop:
 
 
 def _stopped(cause: BaseException | None) -> EngineDeadError:
-    error = EngineDeadError("the engine has stopped")
+    error = (EngineClosedError if cause is None else EngineDeadError)("the engine has stopped")
     error.__cause__ = cause
     return error

@@ -6,7 +6,8 @@ JaxserveError
 ├── InvalidRequestError    a request's parameter is wrong (HTTP 400; `.param` names it)
 │   └── ContextLengthError       the prompt leaves no room in the context window or can never fit the pool
 ├── QueueFullError         too many requests wait (HTTP 429)
-└── EngineDeadError        the engine has stopped and takes no more requests (HTTP 503)
+└── EngineDeadError        the engine has stopped and takes no more requests (HTTP 500; 503 for a new one)
+    └── EngineClosedError        it was closed, nothing failed (HTTP 503)
 
 Errors of files are `jaxserve_checkpoints.CheckpointError`. An `assert` that fails is our bug, not the user's.
 """
@@ -66,3 +67,7 @@ class QueueFullError(JaxserveError):
 
 class EngineDeadError(JaxserveError):
     """The engine has stopped; `__cause__` is what stopped it."""
+
+
+class EngineClosedError(EngineDeadError):
+    """The engine was closed by its owner."""

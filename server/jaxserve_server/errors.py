@@ -8,7 +8,13 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxserve.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +92,10 @@ def to_api_error(error: BaseException) -> ApiError:
         case QueueFullError():
             # A place is free as soon as any request ends; clients' own back-off does the rest.
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+        case EngineClosedError():
+            # Only a shutdown closes it: another server may be there soon.
+            message = "the server is shutting down and the request was not finished"
+            return ApiError(503, message, code="draining", headers={"Retry-After": "5"})
         case EngineDeadError():
             return ApiError(500, "the engine stopped before the request was finished", code="engine_dead")
         case web.RequestPayloadError():

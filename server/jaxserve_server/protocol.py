@@ -463,3 +463,6 @@ def check_template_options(body: ChatBody | TokenizeBody) -> None:
         message = "add_generation_prompt and continue_final_message cannot both be true"
         raise InvalidRequestError(message, param="continue_final_message")
     check_template_kwargs(body.chat_template_kwargs)
+    if "tools" in body.chat_template_kwargs:  # a template's variable, and a field of its own
+        message = "'tools' may not be given as a chat template variable"
+        raise InvalidRequestError(message, param="chat_template_kwargs")

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HfTokenizer
 
-from jaxserve.errors import EngineDeadError, QueueFullError
+from jaxserve.errors import EngineClosedError, EngineDeadError, QueueFullError
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import Logprob
 from jaxserve.pooling import PoolingParams
@@ -248,7 +248,8 @@ class FakeStream:
             engine.pause()
         await engine.running.wait()
         if engine.is_dead or self._steps == engine.fail_after:
-            raise EngineDeadError("the engine stopped")
+            closed = engine.is_dead and engine.error is None
+            raise (EngineClosedError if closed else EngineDeadError)("the engine stopped")
         for j, request in enumerate(self.requests):
             if request.finish_reason is None:
                 self._step(request, j)

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, whole."""
 
 import pytest
-from conftest import running
+from conftest import messages, running
 from fake_engine import FakeEngine
 from test_completions import rule
 
@@ -152,3 +152,17 @@ async def test_what_counting_and_templating_need(api, engine):
     async with api.http.get("/tokenizer_info") as response:
         assert response.status == 400
         assert "no tokenizer" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+async def test_numbers_that_are_not_json_are_refused_inside_tool_arguments_too(api, number):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": f'{{"x": {number}}}'}}
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    status, answer = await api.post("/v1/chat/completions", messages=history)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+async def test_tools_do_not_come_in_as_template_variables(api):
+    body = {"messages": messages("hi"), "chat_template_kwargs": {"tools": []}}
+    status, answer = await api.post("/v1/chat/completions", **body)
+    assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")

@@ -1,4 +1,4 @@
-"""Requests inside every documented bound whose sizes once hurt others: the engine lives on, and does not wait."""
+"""Requests inside every bound whose sizes once hurt others: the engine lives on and nobody waits."""
 
 from __future__ import annotations
 

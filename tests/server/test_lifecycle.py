@@ -66,8 +66,8 @@ async def test_requests_that_outlast_the_drain_end_with_an_error(api, engine):
     await eventually(lambda: len(engine.streams) == 2)
     await api.lifecycle.drain(0.01)
     status, answer = await whole
-    assert (status, answer["error"]["code"]) == (500, "engine_dead")
-    assert (await stream)[-1]["error"]["code"] == "engine_dead"
+    assert (status, answer["error"]["code"]) == (503, "draining")
+    assert (await stream)[-1]["error"]["code"] == "draining"
 
 
 async def test_a_dead_engine_fails_liveness(api, engine):

@@ -177,10 +177,10 @@ def test_requests_that_outlast_the_drain_get_an_error_and_the_exit_is_clean(star
         assert time.monotonic() - begun < 1
         *_, error, done, _ = stream.result().split("\n\n")
         assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == (
-            "engine_dead",
+            "draining",
             "data: [DONE]",
         )
-        assert whole.exception().code == 500
+        assert whole.exception().code == 503
     code, rest = process.end()
     assert (code, "did not end in 0.5 s" in rest) == (0, True)
     assert time.monotonic() - begun < 5.5
