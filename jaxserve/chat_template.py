@@ -287,14 +287,23 @@ def normalise_messages(
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with `change` applied to every string in it, keys excepted."""
+    """`value` with `change` applied to every string in it; keys too, which a template may print."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_strings(item, change) for key, item in value.items()}
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_map_strings(item, change) for item in value]
     return value
+
+
+def _write_out_arguments(chat: list[dict[str, Any]], guard: Callable[[str], str] | None) -> bool:
+    """Make the arguments of all tool calls JSON texts; whether there are any."""
+    functions = [call["function"] for message in chat for call in message.get("tool_calls", ())]
+    for function in functions:
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        function["arguments"] = text if guard is None else guard(text)
+    return bool(functions)
 
 
 class ChatTemplate:
@@ -362,14 +371,17 @@ class ChatTemplate:
         if continue_final_message:
             _tag_end(chat[-1])
         variables = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        text = self._generate(
-            template,
-            {
-                **variables,
-                "messages": chat,
-                "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            },
-        )
+        variables |= {
+            "messages": chat,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        try:
+            text = self._generate(template, variables)
+        except InvalidRequestError as error:
+            # Some templates (DeepSeek's) join the arguments of a tool call as the text that OpenAI's API has.
+            if not (isinstance(error.__cause__, TypeError) and _write_out_arguments(chat, guard)):
+                raise
+            text = self._generate(template, variables)
         return _cut_at_tag(text) if continue_final_message else text
 
     def _generate(self, template: jinja2.Template, variables: dict[str, Any]) -> str:

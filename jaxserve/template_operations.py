@@ -338,8 +338,13 @@ CHECKS: dict[str, Callable[..., None]] = {
 }
 TESTS = (
     "boolean defined divisibleby eq equalto even false float ge greaterthan gt in integer iterable le "
-    "lessthan lt mapping ne none number odd sameas sequence string true undefined == != < <= > >="
+    "lessthan lt mapping ne none number odd sameas sequence string true undefined "
+    "== != < <= > >="
 ).split()
+TEXT_TESTS: dict[str, Callable[[Any], bool]] = {
+    "lower": lambda value: text_of(value).islower(),
+    "upper": lambda value: text_of(value).isupper(),
+}
 
 
 # Numbers and texts that operators and formats make.

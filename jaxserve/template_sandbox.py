@@ -20,6 +20,7 @@ from jaxserve.template_operations import (
     FILTERS,
     METHODS,
     TESTS,
+    TEXT_TESTS,
     Filter,
     TemplateLimitError,
     allow,
@@ -114,7 +115,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.globals = {"namespace": _Namespace, "dict": dict, "range": safe_range}
-        self.tests = {name: DEFAULT_TESTS[name] for name in TESTS}
+        self.tests = {name: DEFAULT_TESTS[name] for name in TESTS} | TEXT_TESTS
         self.filters = {}
         for name, (prepare, function) in FILTERS.items():
             self.set_filter(name, function, prepare)

@@ -228,6 +228,28 @@ def test_null_content_with_tool_calls_and_string_arguments_replayed():
     assert json.dumps(messages) == before  # the caller's messages stay as they are
 
 
+JOINS_ARGUMENTS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ['{"città": "<eos> x", "n": 1}', {"città": "<eos> x", "n": 1}])
+def test_a_template_that_joins_arguments_as_a_text_gets_a_text(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [user(), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert render(JOINS_ARGUMENTS, messages) == 'f:{"città": "<eos> x", "n": 1}'
+    guarded = render(JOINS_ARGUMENTS, messages, guard=lambda text: text.replace("<eos>", "<!eos>"))
+    assert guarded == 'f:{"città": "<!eos> x", "n": 1}'
+
+
+def test_control_tokens_do_not_come_in_as_names_either():
+    source = "{% for c in messages[0].tool_calls %}{{ c.function.arguments.keys()|join }}{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"<eos>": 1}'}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    assert render(source, messages, guard=lambda text: text.replace("<eos>", "<!eos>")) == "<!eos>"
+
+
 def test_empty_tool_calls_and_null_fields_are_dropped():
     source = "{{ 'tool_calls' in messages[0] }}{{ 'name' in messages[0] }}"
     message = {"role": "assistant", "content": "a", "tool_calls": [], "name": None}
