@@ -108,7 +108,7 @@ def pool_budget(
     """
     slots = choose_num_seqs(args, platform_of(mesh)) + 1
     tables = 4 * slots * (config.vocab_size + (args.max_model_len or config.max_position_embeddings))
-    share = int(device_bytes * choose_utilization(args, platform_of(mesh)))
+    share = int(device_bytes * (args.memory_utilization or _UTILIZATION))
     # A pool that is not split is whole on every device.
     return (share - taken_bytes - tables) * (mesh.size if head_sharding(config, mesh).axis else 1)
 
