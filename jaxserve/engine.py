@@ -46,7 +46,6 @@ class EngineStats:
     num_preemptions: int
     num_compilations: int
     num_steps: int
-    prompt_tokens: int
     generation_tokens: int
     last_step_age: float | None  # seconds of the step now under way; waiting for the compiler is not counted
 
@@ -109,7 +108,6 @@ class LLMEngine:
         self._bad_word_ids = lru_cache(maxsize=4)(self._encode_bad_words)
         self._num_requests = 0
         self.num_steps = 0
-        self.prompt_tokens = 0
         self.generation_tokens = 0
         self._step_started: float | None = None
 
@@ -239,7 +237,6 @@ class LLMEngine:
         num_prompt = len(new.prompt_token_ids)
         self._choices[new.request_id] = requests
         self._owner.update((request.request_id, new.request_id) for request in requests)
-        self.prompt_tokens += num_prompt
         if new.pooling is not None:
             self._pooled[new.request_id] = PooledPrompt(self.config.pooling, new.pooling, num_prompt)
         if new.params.prompt_logprobs is not None:
@@ -415,7 +412,6 @@ class LLMEngine:
             num_preemptions=self.scheduler.num_preemptions,
             num_compilations=self.runner.num_compilations,
             num_steps=self.num_steps,
-            prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             last_step_age=self._step_age(),
         )

@@ -318,10 +318,7 @@ _TEXT_FILTERS: dict[str, Filter] = {
 FILTERS: dict[str, tuple[Callable[[Any], Any], Filter]] = {
     **{name: (_listed, DEFAULT_FILTERS[name]) for name in _LIST_FILTERS},
     **{name: (text_of, function) for name, function in _TEXT_FILTERS.items()},
-    **{
-        name: (same, DEFAULT_FILTERS[name])
-        for name in ("abs", "count", "d", "default", "length", "first", "last")
-    },
+    **{name: (same, DEFAULT_FILTERS[name]) for name in _PLAIN_FILTERS},
     **{name: (_short, DEFAULT_FILTERS[name]) for name in ("float", "int")},
     "round": (same, _round),
 }

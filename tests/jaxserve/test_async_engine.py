@@ -20,7 +20,7 @@ from jaxserve.engine_loop import EngineLoop
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.loading import Live, load_engine
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tests.jaxserve.tiny import TINY, random_arrays, tiny_llm
+from tests.jaxserve.tiny import TINY, TINY_ARGS, is_idle, random_arrays, tiny_llm
 
 pytestmark = pytest.mark.quick
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -28,15 +28,8 @@ SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def make_engine(**args: Any) -> AsyncLLMEngine:
-    defaults = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 256,
-        "page_size": 8,
-        "num_pages": 129,
-    }
     live = Live(random_arrays(), TINY, None)
-    return AsyncLLMEngine(load_engine(EngineArgs(**{**defaults, "warmup": "none", **args}), live))
+    return AsyncLLMEngine(load_engine(EngineArgs(**{**TINY_ARGS, "max_num_seqs": 4, **args}), live))
 
 
 @pytest.fixture
@@ -44,15 +37,6 @@ async def engine() -> AsyncIterator[AsyncLLMEngine]:
     made = make_engine()
     yield made
     made.shutdown()
-
-
-async def is_idle(engine: AsyncLLMEngine) -> bool:
-    for _ in range(500):
-        stats = engine.stats()
-        if stats.num_running == stats.num_waiting == stats.pages_used == 0:
-            return True
-        await asyncio.sleep(0.01)
-    return False
 
 
 async def test_outputs_are_cumulative_and_end_with_the_finished_one(engine: AsyncLLMEngine) -> None:

@@ -23,7 +23,7 @@ from jaxserve.models.registry import family_of
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling import LAST, MEAN, Pooling, embedding_of
 from jaxserve.step import make_pool
-from tests.jaxserve.tiny import GOLDENS, TINY, random_arrays, tiny_llm
+from tests.jaxserve.tiny import GOLDENS, TINY, TINY_ARGS, random_arrays, tiny_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 MODES = {MEAN: "pooling_mode_mean_tokens", LAST: "pooling_mode_lasttoken"}
@@ -115,15 +115,7 @@ def test_bfloat16_states_are_summed_in_float32() -> None:
 
 def sync_engine(kind: str = MEAN, **changes: Any) -> LLMEngine:
     """TINY, to be stepped by the test."""
-    args: dict[str, Any] = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 256,
-        "page_size": 8,
-        "num_pages": 129,
-        "warmup": "none",
-    }
-    engine = load_engine(EngineArgs(**{**args, **changes}), Live(random_arrays(), TINY, None))
+    engine = load_engine(EngineArgs(**{**TINY_ARGS, **changes}), Live(random_arrays(), TINY, None))
     engine.config = dataclasses.replace(engine.config, pooling=Pooling(kind))
     return engine
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve import LLM
+from jaxserve import LLM, AsyncLLMEngine
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import name_table
 from jaxserve.models.rope import RopeConfig
@@ -65,14 +66,27 @@ def random_arrays(config: ModelConfig = TINY, seed: int = 0) -> dict[str, np.nda
     return arrays
 
 
+# Of an engine of few programs.
+TINY_ARGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "page_size": 8,
+    "num_pages": 129,
+    "warmup": "none",
+}
+
+
 def tiny_llm(**engine_args: Any) -> LLM:
     """TINY on an engine of few programs."""
-    defaults: dict[str, Any] = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 256,
-        "page_size": 8,
-        "num_pages": 129,
-        "warmup": "none",
-    }
-    return LLM(random_arrays(), config=TINY, **{**defaults, **engine_args})
+    return LLM(random_arrays(), config=TINY, **{**TINY_ARGS, **engine_args})
+
+
+async def is_idle(engine: AsyncLLMEngine) -> bool:
+    """Whether, within seconds, nothing runs or waits and every page is back."""
+    for _ in range(500):
+        stats = engine.stats()
+        if stats.num_running == stats.num_waiting == stats.pages_used == 0:
+            return True
+        await asyncio.sleep(0.01)
+    return False

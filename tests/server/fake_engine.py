@@ -79,7 +79,6 @@ class Stats:
     num_preemptions: int = 3
     num_compilations: int = 7
     num_steps: int = 11
-    prompt_tokens: int = 0
     generation_tokens: int = 0
     last_step_age: float | None = None
 
@@ -143,7 +142,6 @@ class FakeEngine:
             request.metrics.queued_time = request.metrics.arrival_time
             request.metrics.arrival_time = arrival_time or request.metrics.arrival_time
         self.streams[stream.request_id] = stream
-        self.counts.prompt_tokens += len(prompt)
         return stream
 
     async def add_requests(

@@ -18,6 +18,7 @@ from conftest import Api, running
 from jaxserve import AsyncLLMEngine
 from jaxserve.engine_args import EngineArgs
 from jaxserve_server.config import ServerConfig
+from tests.jaxserve.tiny import is_idle as is_idle
 
 GGUF = Path(__file__).parents[1] / "goldens" / "gguf"
 Kind = Literal["gpt2", "llama"]
@@ -106,13 +107,3 @@ def forced(ids: list[int]) -> dict[str, Any]:
         "temperature": 0,
         "max_tokens": len(ids),
     }
-
-
-async def is_idle(engine: AsyncLLMEngine) -> bool:
-    """Whether, within seconds, nothing runs or waits and every page is back."""
-    for _ in range(500):
-        stats = engine.stats()
-        if stats.num_running == stats.num_waiting == stats.pages_used == 0:
-            return True
-        await asyncio.sleep(0.01)
-    return False
