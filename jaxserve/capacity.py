@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import PoolSpec, default_page_size, plan_pool
+from jaxserve.limits import SchedulerConfig
 from jaxserve.models.config import ModelConfig
-from jaxserve.scheduler import SchedulerConfig
 from jaxserve.sharding import head_sharding, num_pool_heads, platform_of
 from jaxserve.skeleton import ModelSkeleton
 from jaxserve.step import StepSpec

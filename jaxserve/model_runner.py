@@ -14,11 +14,12 @@ import numpy as np
 from jaxserve.batch import INT_COLUMNS, BatchPacker, Bucket
 from jaxserve.compilation import Program, ProgramTable
 from jaxserve.kv_pool import PoolSpec
+from jaxserve.limits import SchedulerConfig
 from jaxserve.logit_bias import bias_row, needs_bias
 from jaxserve.outputs import Logprob, TokenLogprobs
 from jaxserve.request import Request
 from jaxserve.sampler import Sampled
-from jaxserve.scheduler import SchedulerConfig, SchedulerOutput
+from jaxserve.scheduler import SchedulerOutput
 from jaxserve.step import StepSpec, Weights, make_logits, make_pool, make_score
 from jaxserve.step_programs import Aval, StepPrograms
 from jaxserve.weights import ModelSkeleton

@@ -17,7 +17,7 @@ from jaxserve.batch import FLOAT_COLUMNS, INT_COLUMNS, Bucket
 from jaxserve.compilation import bucket_ladders
 from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import PoolSpec
-from jaxserve.scheduler import SchedulerConfig
+from jaxserve.limits import SchedulerConfig
 from jaxserve.step import StepSpec, make_step
 from jaxserve.weights import ModelSkeleton
 

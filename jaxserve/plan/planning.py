@@ -30,6 +30,7 @@ from jaxserve.capacity import (
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import PoolSpec
+from jaxserve.limits import SchedulerConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_of, read_model
 from jaxserve.plan.bucket import (
@@ -40,7 +41,6 @@ from jaxserve.plan.bucket import (
     shard_bytes,
 )
 from jaxserve.plan.step_cost import Bound, bound, step_cost, weights_bytes
-from jaxserve.scheduler import SchedulerConfig
 from jaxserve.sharding import make_mesh, platform_of
 from jaxserve.skeleton import ModelSkeleton, build_skeleton
 from jaxserve.step_programs import StepPrograms

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from jaxserve.limits import SchedulerConfig
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from jaxserve.scheduler import Scheduler, SchedulerOutput
 
 EOS, STOP_ID, VOCAB = 0, 1, 9
 PAGE_SIZE = 4

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, QueueFullError
+from jaxserve.limits import SchedulerConfig
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from jaxserve.scheduler import Scheduler, SchedulerOutput
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4, max_num_batched_tokens=32, max_model_len=200, page_size=4, num_pages=101
