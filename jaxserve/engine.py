@@ -18,6 +18,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput, TokenLogprobs
 from jaxserve.pooling import PooledPrompt, Pooling, PoolingParams
+from jaxserve.profiling import NoProfiler, StepProfiler, part
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler
@@ -98,6 +99,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.processor = OutputProcessor(tokenizer)
+        self.profiler: StepProfiler | NoProfiler = NoProfiler()  # the caller's to set, before the first step
         self._under_way: deque[StepHandle] = deque()
         self._choices: dict[str, list[Request]] = {}  # request id -> its choices
         self._owner: dict[str, str] = {}  # a choice's id -> request id
@@ -288,15 +290,24 @@ class LLMEngine:
         Returns the state of the requests that advanced: of all that finished, and of those others that
         `wants_output` names. Empty when nothing could be done yet.
         """
+        if not self.has_work:
+            return []
+        with self.profiler.step(self.num_steps):
+            return self._step(wants_output)
+
+    def _step(self, wants_output: Callable[[str], bool]) -> list[RequestOutput]:
         if self._step_started is None:
             self._step_started = time.monotonic()
-        output = self.scheduler.schedule()
+        with part("schedule"):
+            output = self.scheduler.schedule()
         if output.scheduled:
-            self._under_way.append(self.runner.execute(output))
+            with part("execute"):
+                self._under_way.append(self.runner.execute(output))
             self.num_steps += 1
             self.scheduler.tallies.step_tokens.add(output.num_tokens)
         if len(self._under_way) > _RUN_AHEAD or (self._under_way and not output.scheduled):
-            outputs = self._take_results(self._under_way.popleft(), wants_output)
+            with part("update"):
+                outputs = self._take_results(self._under_way.popleft(), wants_output)
             self._step_started = time.monotonic() if self._under_way else None
             return outputs
         if not self._under_way:
@@ -440,4 +451,5 @@ class LLMEngine:
         """Let go of the device's memory. Called once, after the last step."""
         self.scheduler.tallies.failed(request for choices in self._choices.values() for request in choices)
         self._under_way.clear()
+        self.profiler.close()
         self.runner.close()

@@ -97,6 +97,10 @@ class EngineArgs:
     compilation_cache_dir: str | None = _arg(
         None, "where compiled programs are kept (default: the cache directory)", metavar="DIR"
     )
+    profile: str | None = _arg(
+        None, "write a trace of the first steps there, for Perfetto and XProf", metavar="DIR"
+    )
+    profile_steps: int = _arg(50, "steps that --profile traces")
 
     def __post_init__(self) -> None:
         for name in (
@@ -110,6 +114,7 @@ class EngineArgs:
         _check_int("num_pages", self.num_pages, 2)
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_int("max_queue", self.max_queue, 0)
+        _check_int("profile_steps", self.profile_steps, 1)
         _check_int("max_logprobs", self.max_logprobs, 0)
         if self.max_logprobs > 20:
             raise ConfigError(f"max_logprobs must be at most 20, got {self.max_logprobs}")

@@ -32,6 +32,7 @@ from jaxserve.model_runner import ModelRunner
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_by_name, family_of, read_model
 from jaxserve.pooling import Pooling, pooling_of
+from jaxserve.profiling import StepProfiler
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import make_mesh, platform_of
@@ -67,6 +68,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     Raises ConfigError for arguments that cannot work, CheckpointError for files that cannot be used.
     """
     started = time.perf_counter()
+    profiler = StepProfiler(Path(args.profile), args.profile_steps, report) if args.profile else None
     devices = _devices(args.platform)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
     chip = chip_of_device_kind(devices[0].device_kind)
@@ -112,7 +114,10 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         runner.close()  # it may be compiling
         raise
     report(f"ready in {time.perf_counter() - started:.1f} s")
-    return LLMEngine(engine_config, skeleton, runner, scheduler, tokenizer)
+    engine = LLMEngine(engine_config, skeleton, runner, scheduler, tokenizer)
+    if profiler is not None:
+        engine.profiler = profiler
+    return engine
 
 
 def _fill(

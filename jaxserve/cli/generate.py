@@ -79,6 +79,10 @@ def run(values: Values) -> int:
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompt]
     with loaded_engine(values) as engine:
         asyncio.run(_generate(engine, prompts, options.params(engine.default_sampling_params)))
+    if "profile" in values.given:
+        from jaxserve.profiling import how_to_open
+
+        print(how_to_open(values.given["profile"]), file=sys.stderr)
     return 0
 
 
@@ -91,7 +95,8 @@ def loaded_engine(values: Values) -> Iterator[AsyncLLMEngine]:
         yield engine
     finally:
         closing.start()
-        closing.join(_CLOSE_SECONDS)
+        # A trace that is still being written is what was asked for.
+        closing.join(None if "profile" in values.given else _CLOSE_SECONDS)
         leave_running(closing)  # a program that nobody will use may still be compiled in the background
 
 
