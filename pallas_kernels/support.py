@@ -25,9 +25,13 @@ SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
         "gpu": ("mosaic_gpu", "xla", "reference"),
         "tpu": ("mosaic_tpu", "xla", "reference"),
     },
+    "packed_matmul": {"cpu": ("cpu", "reference")},
 }
-# Implementations that some chips of their platform cannot run.
-CHIPS: dict[str, tuple[str, ...]] = {"mosaic_gpu": ("h100", "h200")}
+# Implementations that some chips of their platform cannot run. A CPU's chip is its instruction set.
+CHIPS: dict[str, tuple[str, ...]] = {
+    "mosaic_gpu": ("h100", "h200"),
+    "cpu": ("avx512_vnni", "avx_vnni", "avx2"),
+}
 
 
 def resolve(operation: str, platform: str, implementation: str = "auto", *, chip: str | None = None) -> str:

@@ -1,0 +1,139 @@
+"""Builds, keeps, loads and registers the library of an instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import jax
+
+# Instruction set -> the processor's flags that it needs, as Linux names them, and the compiler's switches.
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512_vnni": (
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "avx512_vnni",
+    ),
+    "avx_vnni": ("avx2", "fma", "f16c", "avx_vnni"),
+    "avx2": ("avx2", "fma", "f16c"),
+}
+ISAS = tuple(_FLAGS)  # the best first
+_SOURCES = Path(__file__).parent
+_HANDLERS = ("jaxserve_packed_matmul",)
+_LOCK = threading.Lock()
+
+
+class BuildError(Exception):
+    """Why the library of an instruction set cannot be had, in one line."""
+
+
+def processor_isas() -> tuple[str, ...]:
+    """Those of `ISAS` that this processor has."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    lines = (line.split(":", 1)[1] for line in text.splitlines() if line.startswith("flags"))
+    flags = set(next(lines, "").split())
+    return tuple(isa for isa, needed in _FLAGS.items() if flags.issuperset(needed))
+
+
+@functools.cache
+def find(directory: Path) -> tuple[str | None, str]:
+    """The best instruction set whose library is ready, and a line that says so; None and the reason, else.
+
+    directory: where libraries are kept. Compiles at the first call on a machine: some seconds.
+    """
+    isas = processor_isas()
+    if not isas:
+        return None, f"no kernels for this processor ({platform.machine()}, none of {', '.join(ISAS)})"
+    reasons = []
+    for isa in isas:
+        try:
+            load(isa, directory)
+        except BuildError as error:
+            reasons.append(f"{isa}: {error}")
+        else:
+            return isa, "; ".join([f"native kernels for {isa}", *reasons])
+    return None, "; ".join(reasons)
+
+
+def load(isa: str, directory: Path) -> None:
+    """Build the library if need be, load it, and make its kernels known to XLA. Raises BuildError."""
+    with _LOCK:
+        if isa not in _LOADED:
+            library = ctypes.CDLL(str(_built(isa, directory)))
+            for handler in _HANDLERS:
+                capsule = jax.ffi.pycapsule(getattr(library, handler))
+                jax.ffi.register_ffi_target(f"{handler}_{isa}", capsule, platform="cpu")
+            _LOADED[isa] = library
+
+
+_LOADED: dict[str, ctypes.CDLL] = {}
+
+
+def target(handler: str, isa: str) -> str:
+    """The name under which XLA knows a kernel of an instruction set, which has been loaded."""
+    if isa not in _LOADED:
+        raise RuntimeError(f"the native kernels for {isa} are not loaded")
+    return f"{handler}_{isa}"
+
+
+def _built(isa: str, directory: Path) -> Path:
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    sources = sorted([*_SOURCES.glob("*.cc"), *_SOURCES.glob("*.h")])
+    content = b"".join(path.read_bytes() for path in sources)
+    digest = hashlib.sha256(content + f"{isa} {jax.__version__} {_command(isa)}".encode()).hexdigest()[:16]
+    path = directory / f"{isa}-{digest}.so"
+    if path.exists():
+        _check_owner(path)
+        return path
+    if compiler is None:
+        raise BuildError("no C++ compiler (c++, g++ or clang++) on the PATH")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(directory)
+    # Written beside and moved: another process may build the same, and half a library is never loaded.
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        made = Path(scratch) / path.name
+        command = [compiler, *_command(isa), f"-I{jax.ffi.include_dir()}", "-o", str(made)]
+        command += [str(source) for source in sources if source.suffix == ".cc"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{compiler}: {error}") from error
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or ["failed"]
+            raise BuildError(f"{compiler}: {errors[0]}")
+        made.replace(path)
+    return path
+
+
+def _command(isa: str) -> list[str]:
+    switches = [f"-m{flag.replace('avx512_vnni', 'avx512vnni').replace('_', '')}" for flag in _FLAGS[isa]]
+    define = f"-DJAXSERVE_{isa.upper()}"
+    return ["-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-w", define, *switches]
+
+
+def _check_owner(path: Path) -> None:
+    """What lies there is run as code."""
+    info = path.stat()
+    if hasattr(os, "getuid") and info.st_uid != os.getuid():
+        raise BuildError(f"{path} belongs to another user")
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(f"{path} is writable by others")

@@ -1,0 +1,13 @@
+"""Activations in 8-bit integers times weights of 4 or 8 bits, for CPUs."""
+
+from pallas_kernels.packed_matmul.api import packed_matmul
+from pallas_kernels.packed_matmul.weight import (
+    PackedWeight,
+    dequantize,
+    dequantize_rows,
+    pack,
+    pack4,
+    quantize_int8,
+)
+
+__all__ = ["PackedWeight", "dequantize", "dequantize_rows", "pack", "pack4", "packed_matmul", "quantize_int8"]

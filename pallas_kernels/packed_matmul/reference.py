@@ -1,0 +1,22 @@
+"""The plain twin: activations rounded as the kernel rounds them, the weight whole in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.packed_matmul.weight import INPUTS, PackedWeight, dequantize
+
+
+def quantized_activations(x: jax.Array) -> jax.Array:
+    """x [num_tokens, in] rounded to 8 bits in groups of 32, as float32."""
+    groups = x.astype(jnp.float32).reshape(x.shape[0], -1, INPUTS)
+    most = jnp.abs(groups).max(axis=2, keepdims=True)
+    inverse = jnp.where(most > 0, 127.0 / jnp.where(most > 0, most, 1.0), 0.0)
+    return (jnp.round(groups * inverse) * (most / 127.0)).reshape(x.shape)
+
+
+def reference_packed_matmul(x: jax.Array, weight: PackedWeight, out_size: int) -> jax.Array:
+    """x [num_tokens, in] times one layer's weight -> float32 [num_tokens, out_size]."""
+    w = dequantize(weight, out_size)
+    return jnp.dot(quantized_activations(x), w.T, precision=jax.lax.Precision.HIGHEST)
