@@ -1,8 +1,8 @@
 """Kernels in C++ for CPUs, called by XLA programs through its foreign function interface.
 
 Nothing is compiled at install. At first use the machine's C++ compiler makes one small library for the best
-instruction set that the processor has, kept in the cache directory. Where there is no compiler, or none of the
-instruction sets, `find` says why and callers use plain XLA.
+instruction set that the processor has, kept in the cache directory. Where there is no compiler, or none of
+the instruction sets, `find` says why and callers use plain XLA.
 """
 
 from pallas_kernels.native.library import ISAS, find, target

@@ -60,7 +60,7 @@ def packed_matmul(
     is_live = jnp.arange(x.shape[0])[:, None] < live
     found = []
     for weight, size in zip(weights, out_sizes, strict=True):
-        own = weight if layer is None else PackedWeight(*(a if a is None else a[layer] for a in weight))
+        own = weight if layer is None else weight.of_layer(layer)
         y = reference_packed_matmul(jnp.where(is_live, x, jnp.zeros((), x.dtype)), own, size)
         found.append(jnp.where(is_live, y, 0.0).astype(x.dtype))
     return found

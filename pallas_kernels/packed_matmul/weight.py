@@ -42,12 +42,17 @@ class PackedWeight(NamedTuple):
     def num_bytes(self) -> int:
         return sum(a.size * a.dtype.itemsize for a in self if a is not None)
 
+    def of_layer(self, layer: int | jax.Array) -> PackedWeight:
+        """One layer's weight of stacked ones."""
+        mins = None if self.mins is None else self.mins[layer]
+        return PackedWeight(self.values[layer], self.scales[layer], mins)
+
 
 def pack(values: np.ndarray, scales: np.ndarray, mins: np.ndarray | None = None) -> PackedWeight:
-    """Lay a weight out.
+    """Lay a weight of 8 bits out.
 
     Args:
-        values: uint8 [out, in]: 0 to 15 where `bits` shall be 4, see `pack4`; here 8 bits.
+        values: uint8 [out, in].
         scales: float16 or float32 [out, num_scales].
         mins: None, or like the scales.
 
@@ -61,7 +66,7 @@ def pack(values: np.ndarray, scales: np.ndarray, mins: np.ndarray | None = None)
 
 
 def pack4(values: np.ndarray, scales: np.ndarray, mins: np.ndarray | None = None) -> PackedWeight:
-    """`pack` to 4 bits: values uint8 [out, in] below 16."""
+    """`pack` for 4 bits: values below 16."""
     out, size = values.shape
     steps = _filled(values).reshape(-1, OUTPUTS, size // INPUTS, INPUTS // 8, 2, 4)
     bytes_ = steps[..., 0, :] | (steps[..., 1, :] << 4)  # [blocks, outputs, groups, pairs of steps, 4]

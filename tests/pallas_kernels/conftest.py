@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
+
+from pallas_kernels.native import library
+
+# The native kernels' libraries are kept for the next run, beside compiled programs.
+NATIVE_CACHE = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).parent / "native"
 
 
 @pytest.fixture
@@ -15,3 +22,18 @@ def no_cached_programs() -> Iterator[None]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     yield
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+@pytest.fixture(params=library.ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set of the native kernels that this processor has; its library is loaded."""
+    name: str = request.param
+    if name not in library.processor_isas():
+        pytest.skip(f"this processor has no {name}")
+    try:
+        library.load(name, NATIVE_CACHE)
+    except library.BuildError as error:
+        if os.environ.get("REQUIRE_COMPILERS"):
+            raise
+        pytest.skip(str(error))
+    return name

@@ -1,0 +1,72 @@
+"""Building and finding the native kernels: what is kept, and what is said where they cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.native import library
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def has_avx2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(library, "processor_isas", lambda: ("avx2",))
+    monkeypatch.setattr(library, "_LOADED", {})
+    library.find.cache_clear()
+    yield
+    library.find.cache_clear()
+
+
+@pytest.mark.usefixtures("has_avx2")
+def test_no_compiler_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library.find(tmp_path) == (
+        None,
+        "avx2: no C++ compiler (c++, g++ or clang++) on the PATH",
+    )
+
+
+@pytest.mark.usefixtures("has_avx2")
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'x.cc:1: error: too old' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    isa, reason = library.find(tmp_path / "kept")
+    assert isa is None
+    assert reason == f"avx2: {compiler}: x.cc:1: error: too old"
+    assert list((tmp_path / "kept").iterdir()) == []  # nothing half made is left
+
+
+@pytest.mark.usefixtures("has_avx2")
+def test_a_directory_that_others_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    isa, reason = library.find(tmp_path)
+    assert isa is None
+    assert "writable by others" in reason or "no C++ compiler" in reason
+
+
+def test_a_processor_without_vectors_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "processor_isas", tuple)
+    library.find.cache_clear()
+    isa, reason = library.find(tmp_path)
+    library.find.cache_clear()
+    assert isa is None
+    assert "no kernels for this processor" in reason
+
+
+def test_every_instruction_set_implies_those_after_it_in_flags() -> None:
+    assert library.ISAS[-1] == "avx2"
+    flags = library._FLAGS
+    assert all(set(flags["avx2"]) <= set(flags[isa]) for isa in library.ISAS)
+
+
+def test_a_kernel_that_is_not_loaded_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_LOADED", {})
+    with pytest.raises(RuntimeError, match="not loaded"):
+        library.target("jaxserve_packed_matmul", "avx2")

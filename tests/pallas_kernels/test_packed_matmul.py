@@ -1,0 +1,198 @@
+"""Packed weights: their layout, and each instruction set's kernel against numpy in double precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.packed_matmul import (
+    PackedWeight,
+    dequantize,
+    dequantize_rows,
+    pack,
+    pack4,
+    packed_matmul,
+    quantize_int8,
+)
+
+pytestmark = pytest.mark.quick
+FORMATS = [(4, True), (4, False), (8, True), (8, False)]
+# out, in, scales a row: no multiple of 16, one scale a row, a scale for two groups, many blocks.
+SHAPES = [(48, 64, 2), (17, 96, 1), (50, 128, 2), (200, 320, 10)]
+
+
+def _weight(
+    rng: np.random.Generator, shape: tuple[int, int, int], bits: int, has_mins: bool, dtype: Any = np.float16
+) -> tuple[PackedWeight, np.ndarray]:
+    """A weight and what it stands for, float64 [out, in]."""
+    out, size, num_scales = shape
+    values = rng.integers(0, 1 << bits, (out, size)).astype(np.uint8)
+    values[0] = 0
+    values[1] = (1 << bits) - 1  # the ends of the range
+    scales = rng.normal(size=(out, num_scales)).astype(dtype)
+    mins = rng.normal(size=(out, num_scales)).astype(dtype) if has_mins else None
+    each = size // num_scales
+    whole = values.astype(np.float64) - (0 if has_mins else 1 << (bits - 1))
+    whole = whole * scales.astype(np.float64).repeat(each, axis=1)
+    if mins is not None:
+        whole += mins.astype(np.float64).repeat(each, axis=1)
+    return (pack4 if bits == 4 else pack)(values, scales, mins), whole
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """The activations that the operation promises: 8 bits in groups of 32."""
+    groups = x.astype(np.float32).reshape(len(x), -1, 32)
+    most = np.abs(groups).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127.0), most, out=np.zeros_like(most), where=most > 0)
+    return (np.rint(groups * inverse).astype(np.float64) * (most / np.float32(127.0))).reshape(x.shape)
+
+
+def _assert_close(found: Any, x: np.ndarray, whole: np.ndarray) -> None:
+    expected = _rounded(x) @ whole.T
+    # What float32 sums may be off by, whatever cancels.
+    size = np.abs(_rounded(x)) @ np.abs(whole).T
+    assert np.all(np.abs(np.asarray(found, np.float64) - expected) <= 4e-6 * size + 1e-30)
+
+
+@pytest.mark.parametrize(("bits", "has_mins"), FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_packed_weight_is_read_back_as_it_was(
+    shape: tuple[int, int, int], bits: int, has_mins: bool
+) -> None:
+    weight, whole = _weight(np.random.default_rng(0), shape, bits, has_mins)
+    assert weight.bits == bits
+    assert weight.in_size == shape[1]
+    np.testing.assert_allclose(dequantize(weight, shape[0]), whole, rtol=1e-6, atol=1e-6)
+    rows = np.array([1, 0, shape[0] - 1, 1], np.int32)
+    np.testing.assert_allclose(dequantize_rows(weight, jnp.asarray(rows)), whole[rows], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_weight_takes_its_bits_and_its_scales(bits: int) -> None:
+    weight, _ = _weight(np.random.default_rng(0), (64, 64, 2), bits, True)
+    assert weight.num_bytes == 64 * 64 * bits // 8 + 2 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 13, 31])
+@pytest.mark.parametrize(("bits", "has_mins"), FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_native_product_is_the_exact_one_of_rounded_activations(
+    isa: str, shape: tuple[int, int, int], bits: int, has_mins: bool, num_tokens: int
+) -> None:
+    rng = np.random.default_rng(1)
+    weight, whole = _weight(rng, shape, bits, has_mins)
+    x = rng.normal(size=(num_tokens, shape[1])).astype(np.float32)
+    x[0] = 0.0
+    x[-1, ::3] *= 1e4  # most of the group rounds to zero
+    [found] = packed_matmul(jnp.asarray(x), [weight], [shape[0]], chip=isa)
+    _assert_close(found, x, whole)
+
+
+@pytest.mark.parametrize(("bits", "has_mins"), FORMATS)
+def test_the_plain_twin_computes_the_same(bits: int, has_mins: bool) -> None:
+    rng = np.random.default_rng(2)
+    weight, whole = _weight(rng, (50, 64, 2), bits, has_mins)
+    x = rng.normal(size=(5, 64)).astype(np.float32)
+    [found] = packed_matmul(jnp.asarray(x), [weight], [50], implementation="reference")
+    _assert_close(found, x, whole)
+
+
+def test_integers_at_the_ends_of_their_range_do_not_saturate(isa: str) -> None:
+    for bits, packer in ((4, pack4), (8, pack)):
+        values = np.full((16, 64), (1 << bits) - 1, np.uint8)
+        ones = np.ones((16, 2), np.float32)
+        weight = packer(values, ones, np.zeros_like(ones))
+        for sign in (1.0, -1.0):
+            [found] = packed_matmul(jnp.full((3, 64), sign), [weight], [16], chip=isa)
+            np.testing.assert_allclose(found, sign * 64 * ((1 << bits) - 1), rtol=1e-6)
+
+
+def test_a_token_gets_the_same_bits_alone_and_in_any_batch(isa: str) -> None:
+    rng = np.random.default_rng(3)
+    weight, _ = _weight(rng, (48, 320, 10), 4, True)
+    x = jnp.asarray(rng.normal(size=(40, 320)).astype(np.float32))
+    [together] = packed_matmul(x, [weight], [48], chip=isa)
+    for start, size in ((0, 1), (3, 1), (39, 1), (5, 15), (20, 9)):
+        [alone] = packed_matmul(x[start : start + size], [weight], [48], chip=isa)
+        np.testing.assert_array_equal(alone, together[start : start + size])
+
+
+def test_weights_of_one_layer_of_many_share_a_call(isa: str) -> None:
+    rng = np.random.default_rng(4)
+    num_layers, shapes = 3, [(48, 64, 2), (17, 64, 1), (32, 64, 2)]
+    formats = [(4, True), (8, False), (8, True)]
+    made = [[_weight(rng, s, *f) for _ in range(num_layers)] for s, f in zip(shapes, formats, strict=True)]
+    stacks = [
+        PackedWeight(
+            *(None if a[0] is None else jnp.stack(a) for a in zip(*(w for w, _ in of_layers), strict=True))
+        )
+        for of_layers in made
+    ]
+    x = rng.normal(size=(6, 64)).astype(np.float32)
+
+    @jax.jit
+    def run(layer: jax.Array) -> list[jax.Array]:
+        return packed_matmul(jnp.asarray(x), stacks, [s[0] for s in shapes], layer=layer, chip=isa)
+
+    for layer in range(num_layers):
+        for found, of_layers in zip(run(jnp.int32(layer)), made, strict=True):
+            _assert_close(found, x, of_layers[layer][1])
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_rows_past_the_live_ones_are_zeros_whatever_they_hold(isa: str, implementation: str) -> None:
+    rng = np.random.default_rng(5)
+    weight, whole = _weight(rng, (20, 64, 2), 4, True)
+    x = rng.normal(size=(24, 64)).astype(np.float32)
+    padded = x.copy()
+    padded[9:] = np.nan
+    [found] = packed_matmul(
+        jnp.asarray(padded), [weight], [20], num_live=9, chip=isa, implementation=implementation
+    )
+    _assert_close(found[:9], x[:9], whole)
+    np.testing.assert_array_equal(found[9:], 0.0)
+    [none] = packed_matmul(jnp.asarray(padded), [weight], [20], num_live=0, chip=isa)
+    np.testing.assert_array_equal(none, 0.0)
+
+
+def test_bfloat16_activations_give_bfloat16(isa: str) -> None:
+    rng = np.random.default_rng(6)
+    weight, whole = _weight(rng, (16, 64, 2), 8, False)
+    x = jnp.asarray(rng.normal(size=(3, 64))).astype(jnp.bfloat16)
+    [found] = packed_matmul(x, [weight], [16], chip=isa)
+    assert found.dtype == jnp.bfloat16
+    expected = _rounded(np.asarray(x, np.float32)) @ whole.T
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_quantizing_to_8_bits_is_off_by_half_a_step_at_most() -> None:
+    w = np.random.default_rng(7).normal(size=(33, 96)).astype(np.float32)
+    w[4] = 0.0
+    weight = quantize_int8(w)
+    step = np.abs(w.reshape(33, 3, 32)).max(axis=2).repeat(32, axis=1) / 127
+    assert np.all(np.abs(np.asarray(dequantize(weight, 33)) - w) <= step * 0.56)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight, _ = _weight(np.random.default_rng(8), (48, 64, 2), 4, True)
+    x = jnp.zeros((2, 64))
+    with pytest.raises(ValueError, match="features"):
+        packed_matmul(jnp.zeros((2, 32)), [weight], [48], implementation="reference")
+    with pytest.raises(ValueError, match="outputs"):
+        packed_matmul(x, [weight], [64], implementation="reference")
+    with pytest.raises(ValueError, match="outputs"):
+        packed_matmul(x, [weight], [48], layer=0, implementation="reference")
+    with pytest.raises(ValueError, match="mins"):
+        packed_matmul(x, [weight._replace(mins=weight.scales[:1])], [48], implementation="reference")
+    with pytest.raises(NotImplementedError, match="platform 'tpu'"):
+        packed_matmul(x, [weight], [48], platform="tpu")
+    with pytest.raises(NotImplementedError, match="avx2"):
+        packed_matmul(x, [weight], [48], implementation="cpu")
+    with pytest.raises(ValueError, match="multiple of 32"):
+        pack(np.zeros((16, 33), np.uint8), np.zeros((16, 1), np.float16))
+    with pytest.raises(ValueError, match="scales"):
+        pack(np.zeros((16, 64), np.uint8), np.zeros((16, 3), np.float16))
