@@ -9,7 +9,7 @@ from jaxserve_checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxserve_checkpoints.errors import CheckpointError, SourceError
 from jaxserve_checkpoints.sentence_transformers import EncoderModule
 from jaxserve_checkpoints.sources import BUILTIN_MODELS, BuiltinModel, resolve_model
-from jaxserve_checkpoints.tensors import TensorRef
+from jaxserve_checkpoints.tensors import PackedLayout, PackedParts, TensorRef
 from jaxserve_checkpoints.tokenizers import TokenizerAssets
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "EncoderModule",
+    "PackedLayout",
+    "PackedParts",
     "SourceError",
     "TensorRef",
     "TokenizerAssets",

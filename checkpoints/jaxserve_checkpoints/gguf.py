@@ -3,7 +3,7 @@
 Format, little endian: magic, u32 version, u64 tensor count, u64 key/value count, the key/values, the
 tensor infos, padding to `general.alignment`, the data (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 Every count and offset is checked against the bytes that remain before anything is allocated. Block
-formats are decoded by gguf-py, the format's own library.
+formats are decoded by gguf-py, the format's own library; three of them can also be had as they are packed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxserve_checkpoints.errors import CheckpointError
-from jaxserve_checkpoints.tensors import TensorRef, map_file
+from jaxserve_checkpoints.tensors import PackedLayout, PackedParts, TensorRef, map_file
 
 MAX_DIMS = 4
 MAX_NAME_BYTES = 65535
@@ -248,6 +248,49 @@ def _dequantize(ref: TensorRef) -> np.ndarray:
     return values.reshape(ref.shape)
 
 
+def _blocks(ref: TensorRef, num_halves: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Blocks of 32 elements: their leading half-precision numbers, and the 32-bit words that follow.
+
+    float16 [out, blocks] each, and uint32 [out, blocks, words].
+    """
+    out, size = ref.shape
+    blocks = ref.raw().reshape(out, size // 32, -1)
+    halves = np.ascontiguousarray(blocks[..., : 2 * num_halves]).view("<f2")
+    words = np.ascontiguousarray(blocks[..., 2 * num_halves :]).view("<u4")
+    return [np.ascontiguousarray(halves[..., i]) for i in range(num_halves)], words
+
+
+def _nibbles(ref: TensorRef, words: np.ndarray) -> np.ndarray:
+    """Low nibbles are a block's first 16 elements, high nibbles its last: uint8 [out, in]."""
+    values = np.empty((*words.shape[:2], 8), np.uint32)
+    np.bitwise_and(words, 0x0F0F0F0F, out=values[..., :4])
+    np.bitwise_and(words >> 4, 0x0F0F0F0F, out=values[..., 4:])
+    return values.view(np.uint8).reshape(ref.shape)
+
+
+def _unpack_q4_0(ref: TensorRef) -> PackedParts:
+    (scales,), words = _blocks(ref, 1)
+    return PackedParts(_nibbles(ref, words), scales, None)
+
+
+def _unpack_q4_1(ref: TensorRef) -> PackedParts:
+    (scales, mins), words = _blocks(ref, 2)
+    return PackedParts(_nibbles(ref, words), scales, mins)
+
+
+def _unpack_q8_0(ref: TensorRef) -> PackedParts:
+    (scales,), words = _blocks(ref, 1)
+    words ^= 0x80808080  # signed bytes, as offset by 128
+    return PackedParts(words.view(np.uint8).reshape(ref.shape), scales, None)
+
+
+PACKED: dict[GGMLQuantizationType, PackedLayout] = {
+    GGMLQuantizationType.Q4_0: PackedLayout(4, False, _unpack_q4_0),
+    GGMLQuantizationType.Q4_1: PackedLayout(4, True, _unpack_q4_1),
+    GGMLQuantizationType.Q8_0: PackedLayout(8, False, _unpack_q8_0),
+}
+
+
 def _tensors(cursor: _Cursor, infos: list[_Info], alignment: int) -> dict[str, TensorRef]:
     """References to checked places: aligned, inside the file, none overlapping."""
     data_start = -(-cursor.pos // alignment) * alignment
@@ -277,6 +320,7 @@ def _tensors(cursor: _Cursor, infos: list[_Info], alignment: int) -> dict[str, T
             cursor.buffer,
             data_start + info.offset,
             _dequantize if plain is None else _view,
+            PACKED.get(info.kind) if len(info.shape) == 2 else None,
         )
     return tensors
 

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,26 @@ def map_file(path: Path) -> mmap.mmap:
         raise CheckpointError(error.strerror or str(error), file=path) from None
 
 
+class PackedParts(NamedTuple):
+    """A matrix of 4 or 8 bits: element = scale * value + min, one scale for 32 elements of a row.
+
+    Without mins the values are offset by half of their range: scale * (value - 8), or - 128.
+    """
+
+    values: np.ndarray  # uint8 [out, in], below 16 where bits are 4
+    scales: np.ndarray  # float16 [out, in / 32]; as files have it, inf and NaN too
+    mins: np.ndarray | None  # as the scales
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """How a block-quantised type is taken apart without being expanded."""
+
+    bits: int  # 4 or 8
+    has_mins: bool
+    unpack: Callable[[TensorRef], PackedParts] = field(repr=False)
+
+
 @dataclass(frozen=True)
 class TensorRef:
     """One tensor of a checkpoint, read when asked for.
@@ -33,6 +54,7 @@ class TensorRef:
         dtype: numpy's (or ml_dtypes') name of the element type, or ggml's name of a block-quantised type.
         nbytes: size at rest, in bytes.
         file: the file that holds it.
+        packing: how `packed` gives it; None for a type, or a shape, that it does not give.
     """
 
     name: str
@@ -43,6 +65,7 @@ class TensorRef:
     _buffer: mmap.mmap = field(repr=False, compare=False)
     _offset: int = field(repr=False, compare=False)
     _decode: Callable[[TensorRef], np.ndarray] = field(repr=False, compare=False)
+    packing: PackedLayout | None = field(default=None, compare=False)
 
     def raw(self) -> np.ndarray:
         """The bytes at rest: uint8 [nbytes], a read-only view of the memory map."""
@@ -55,3 +78,9 @@ class TensorRef:
         threads. Raises CheckpointError for a block format that has no decoder.
         """
         return self._decode(self)
+
+    def packed(self) -> PackedParts:
+        """The tensor's values, scales and mins. Raises ValueError where `packing` is None."""
+        if self.packing is None:
+            raise ValueError(f"{self.name}: {self.dtype} {self.shape} is not given in packed parts")
+        return self.packing.unpack(self)

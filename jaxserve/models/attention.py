@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import Linear, RMSNorm
+from jaxserve.models.layers import Linear, RMSNorm, linears
 from jaxserve.models.rope import apply_rope
 from jaxserve.sharding import HeadSharding
 
@@ -56,6 +56,7 @@ class LayerPlace:
     index: int | jax.Array
     rope: tuple[jax.Array, jax.Array]  # cos and sin, float32 [num_tokens, head_dim / 2]
     window: int | jax.Array | None
+    num_live: jax.Array | None = None  # int32 []: the leading rows that are no padding; None: all
 
 
 class Attention(nnx.Module):
@@ -78,12 +79,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [num_tokens, hidden] -> the same, and the pool."""
         num_tokens = x.shape[0]
-        q = self.q_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads, head_dim]
-        k = self.k_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_kv_heads, head_dim]
-        v = self.v_proj(x).reshape(num_tokens, -1, self.head_dim)  # [num_tokens, num_kv_heads, head_dim]
+        projected = linears(x, [self.q_proj, self.k_proj, self.v_proj], place.num_live)
+        # [num_tokens, num_heads, head_dim], and num_kv_heads of k and v
+        q, k, v = (y.reshape(num_tokens, -1, self.head_dim) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *place.rope), apply_rope(k, *place.rope)
         window = {} if place.window is None else {"window": place.window}
         out, kv_pool = attend(place.index, q, k, v, kv_pool, **window)
-        return self.o_proj(out.reshape(num_tokens, -1)), kv_pool
+        return self.o_proj(out.reshape(num_tokens, -1), place.num_live), kv_pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -24,13 +25,18 @@ from jaxserve.models.rope import rope_tables
 
 
 class CausalLM(Protocol):
-    """What the step asks of a family's module."""
+    """What the step asks of a family's module. Tokens or rows from `num_live` on may be left undone."""
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, attend: AttendFn, kv_pool: jax.Array
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        attend: AttendFn,
+        kv_pool: jax.Array,
+        num_live: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]: ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array: ...
+    def logits(self, hidden: jax.Array, num_live: jax.Array | None = None) -> jax.Array: ...
 
 
 class DecoderLayer(nnx.Module):
@@ -52,7 +58,7 @@ class DecoderLayer(nnx.Module):
         """x [num_tokens, hidden] -> the same, and the pool."""
         attended, kv_pool = self.self_attn(self.input_layernorm(x), place, attend, kv_pool)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), kv_pool
+        return x + self.mlp(self.post_attention_layernorm(x), place.num_live), kv_pool
 
 
 def layer_norm(config: ModelConfig, dtype: jnp.dtype) -> RMSNorm:
@@ -92,7 +98,12 @@ class Decoder(nnx.Module):
         self.logit_soft_cap = config.logit_soft_cap
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, attend: AttendFn, kv_pool: jax.Array
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        attend: AttendFn,
+        kv_pool: jax.Array,
+        num_live: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """token_ids, positions int32 [num_tokens] -> final hidden states [num_tokens, hidden], pool."""
         x = self.embed_tokens(token_ids)
@@ -105,7 +116,8 @@ class Decoder(nnx.Module):
             layer: Any, i: int | jax.Array, carry: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
             x, kv_pool = carry
-            return layer(x, self._place(i, tables), attend, kv_pool)
+            place = dataclasses.replace(self._place(i, tables), num_live=num_live)
+            return layer(x, place, attend, kv_pool)
 
         carry = (x, kv_pool)
         if self.layout == "stacked":
@@ -131,8 +143,8 @@ class Decoder(nnx.Module):
         rope = jnp.where(is_local, local_cos, cos), jnp.where(is_local, local_sin, sin)
         return LayerPlace(i, rope, traced)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [num_rows, hidden] -> float32 [num_rows, vocab]."""
-        logits = (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
+    def logits(self, hidden: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+        """hidden [num_rows, hidden] -> float32 [num_rows, vocab]; `num_live`: of the rows."""
+        logits = (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden, num_live)
         cap = self.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -52,7 +52,7 @@ class Gemma3Layer(nnx.Module):
         """x [num_tokens, hidden] -> the same, and the pool."""
         attended, kv_pool = self.self_attn(self.input_layernorm(x), place, attend, kv_pool)
         x = x + self.post_attention_layernorm(attended)
-        fed = self.mlp(self.pre_feedforward_layernorm(x))
+        fed = self.mlp(self.pre_feedforward_layernorm(x), place.num_live)
         return x + self.post_feedforward_layernorm(fed), kv_pool
 
 

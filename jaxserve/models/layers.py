@@ -1,4 +1,4 @@
-"""Layers shared by the families. Weights are stored [out, in], as checkpoints have them.
+"""Layers shared by the families. Weights are stored [out, in], as checkpoints have them, or packed.
 
 Every parameter carries the mesh axes of its dimensions (`None`: replicated), read by `jaxserve.sharding`.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.config import Activation, ModelConfig
+from pallas_kernels.packed_matmul import PackedWeight, dequantize_rows, packed_matmul
 
 MODEL_AXIS = "model"
+T = TypeVar("T")
 
 # Up to this many tokens `W @ x.T` beats `x @ W.T` on CPUs (2-3x at 4 to 32 tokens): XLA then walks the big
 # matrix along its rows, once.
@@ -64,7 +66,7 @@ class StackedWeight:
 Weight = jax.Array | LayerWeight
 
 
-def with_weights(fn: Callable[..., jax.Array], weights: Sequence[Weight], *args: jax.Array) -> jax.Array:
+def with_weights(fn: Callable[..., T], weights: Sequence[Weight], *args: jax.Array) -> T:
     """fn(*weights, *args), where the weights may be those of a traced layer."""
     looped = [w for w in weights if isinstance(w, LayerWeight)]
     if not looped:
@@ -139,8 +141,74 @@ def sharded_param(
     return nnx.Param(jnp.zeros(shape, dtype), mesh_axes=axes, transposed=transposed)
 
 
+class PackedForm(NamedTuple):
+    """How a matrix is kept: float16 scales (and mins), one for 32 inputs."""
+
+    bits: int  # 4 or 8
+    has_mins: bool
+
+
+class PackedMatrix(nnx.Module):
+    """A matrix [out, in] of 4 or 8 bits in place of a float parameter: the arrays of a `PackedWeight`.
+
+    `num_layers`: those of all the layers in one, [num_layers, ...]; None: of one.
+    """
+
+    def __init__(
+        self, size: tuple[int, int], form: PackedForm, chip: str | None, num_layers: int | None = None
+    ) -> None:
+        self.out_size, self.in_size = size
+        self.form = form
+        self.chip = chip  # the CPU's instruction set, None without native kernels
+        lead = () if num_layers is None else (num_layers,)
+        place = (*lead, -(-self.out_size // 16), self.in_size // 32)  # [..., blocks, groups]
+        axes = (None,) * (len(place) + 1)
+        half = jnp.dtype(jnp.float16)
+        self.values = sharded_param((*place, 64 * form.bits), jnp.dtype(jnp.uint8), axes)
+        self.scales = sharded_param((*place, 16), half, axes)
+        self.mins = sharded_param((*place, 16), half, axes) if form.has_mins else None
+
+    def parts(self) -> list[Any]:
+        """The arrays, or what stands for them in a loop over layers."""
+        return [part[...] for part in (self.values, self.scales, self.mins) if part is not None]
+
+    def rows(self, rows: jax.Array) -> jax.Array:
+        """rows int32 [n] -> float32 [n, in]; of a matrix outside the layers."""
+        inside = jnp.clip(rows, 0, self.out_size - 1)
+        return dequantize_rows(PackedWeight(*self.parts()), inside)
+
+
+def packed_products(
+    x: jax.Array, matrices: Sequence[PackedMatrix], num_live: jax.Array | None = None
+) -> list[jax.Array]:
+    """x [num_tokens, in] times each matrix -> [num_tokens, out] each, in one call of the kernel.
+
+    `num_live`: int32 [], the leading rows of x that count; the others become zeros. None: all.
+    """
+    if not matrices:
+        return []
+    parts = [part for matrix in matrices for part in matrix.parts()]
+    layer = None
+    if isinstance(parts[0], StackedWeight):  # the kernel is told where to read
+        layer, parts = parts[0].index, [part.array for part in parts]
+
+    def multiply(*args: jax.Array) -> list[jax.Array]:
+        *arrays, x = args
+        found = iter(arrays)
+        weights = [
+            PackedWeight(next(found), next(found), next(found) if matrix.form.has_mins else None)
+            for matrix in matrices
+        ]
+        sizes = [matrix.out_size for matrix in matrices]
+        return packed_matmul(x, weights, sizes, layer=layer, num_live=num_live, chip=matrices[0].chip)
+
+    return with_weights(multiply, parts, x)
+
+
 class Linear(nnx.Module):
     """y = x W^T + b. `shard` names the dimension that the model axis splits: "out", "in" or None."""
+
+    weight: nnx.Param | PackedMatrix
 
     def __init__(
         self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype, shard: str | None
@@ -149,9 +217,20 @@ class Linear(nnx.Module):
         self.weight = sharded_param((out_size, in_size), dtype, axes)  # [out, in]
         self.bias = sharded_param((out_size,), dtype, (axes[0],)) if bias else None  # [out]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = linear(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...][None, :]
+    def __call__(self, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+        return linears(x, [self], num_live)[0]
+
+
+def linears(x: jax.Array, layers: Sequence[Linear], num_live: jax.Array | None = None) -> list[jax.Array]:
+    """Some linears of one input x [num_tokens, in]; the packed ones share a call (see `packed_products`)."""
+    weights = [layer.weight for layer in layers]
+    products = iter(packed_products(x, [w for w in weights if isinstance(w, PackedMatrix)], num_live))
+    found = []
+    for layer in layers:
+        weight = layer.weight
+        y = next(products) if isinstance(weight, PackedMatrix) else linear(x, weight[...])
+        found.append(y if layer.bias is None else y + layer.bias[...][None, :])
+    return found
 
 
 class RMSNorm(nnx.Module):
@@ -179,14 +258,23 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """Token embeddings, split over the vocabulary; also the output matrix of a tied model."""
 
+    weight: nnx.Param | PackedMatrix
+
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype) -> None:
         self.weight = sharded_param((vocab_size, hidden_size), dtype, (MODEL_AXIS, None))  # [vocab, hidden]
+        self.dtype = dtype
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")  # [num_tokens, hidden]
+        """int32 [num_tokens] -> [num_tokens, hidden]"""
+        if isinstance(self.weight, PackedMatrix):
+            return self.weight.rows(token_ids).astype(self.dtype)
+        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        return linear(hidden, self.weight[...], jnp.float32)  # [num_rows, vocab]
+    def logits(self, hidden: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+        """hidden [num_rows, hidden] -> float32 [num_rows, vocab]"""
+        if isinstance(self.weight, PackedMatrix):
+            return packed_products(hidden.astype(jnp.float32), [self.weight], num_live)[0]
+        return linear(hidden, self.weight[...], jnp.float32)
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -204,5 +292,6 @@ class MLP(nnx.Module):
         self.down_proj = Linear(i, h, bias=bias, dtype=dtype, shard="in")
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(activate(self.gate_proj(x), self.activation) * self.up_proj(x))
+    def __call__(self, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+        gate, up = linears(x, [self.gate_proj, self.up_proj], num_live)
+        return self.down_proj(activate(gate, self.activation) * up, num_live)

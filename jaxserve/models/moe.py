@@ -52,14 +52,16 @@ class SparseMLP(nnx.Module):
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [num_tokens, hidden] -> probabilities float32 and experts int32, [num_tokens, top_k] each."""
-        logits = linear(x, self.gate.weight[...], jnp.dtype(jnp.float32))  # [num_tokens, num_experts]
+        router = self.gate.weight
+        assert isinstance(router, nnx.Param)  # small, and what it says decides much: never packed
+        logits = linear(x, router[...], jnp.dtype(jnp.float32))  # [num_tokens, num_experts]
         probs, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
         if self.norm_topk_prob:
             probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
         return probs, chosen
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [num_tokens, hidden] -> the same."""
+    def __call__(self, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+        """x [num_tokens, hidden] -> the same, of all rows."""
         own = self.experts
         weights = [own.gate_proj[...], own.up_proj[...], own.down_proj[...]]
         args = x, *self.route(x)
