@@ -21,7 +21,7 @@ from jaxserve.pooling import PooledPrompt, Pooling, PoolingParams
 from jaxserve.profiling import NoProfiler, StepProfiler, part
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler import Scheduler, SchedulerOutput
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import ROPE_PATH, ModelSkeleton, rope_leaf, weights_from
 
@@ -112,6 +112,7 @@ class LLMEngine:
         self.num_steps = 0
         self.generation_tokens = 0
         self._step_started: float | None = None
+        self._last_results = 0.0  # when a step's results last came
 
     # ---- requests
 
@@ -302,6 +303,7 @@ class LLMEngine:
             output = self.scheduler.schedule()
         if output.scheduled:
             with part("execute"):
+                output.dispatch_time = time.monotonic()
                 self._under_way.append(self.runner.execute(output))
             self.num_steps += 1
             self.scheduler.tallies.step_tokens.add(output.num_tokens)
@@ -316,6 +318,7 @@ class LLMEngine:
 
     def _take_results(self, handle: StepHandle, wants_output: Callable[[str], bool]) -> list[RequestOutput]:
         tokens = handle.tokens()
+        self._measure(handle.output)
         logprobs = handle.logprobs()
         self._take_prompt_logprobs(handle)
         self._take_pooled(handle)
@@ -343,6 +346,13 @@ class LLMEngine:
             if is_finished:
                 self._forget(request_id, outputs[-1])
         return outputs
+
+    def _measure(self, output: SchedulerOutput) -> None:
+        """Tell the scheduler what the step took whose results have just come."""
+        now, started = time.monotonic(), max(output.dispatch_time, self._last_results)
+        self._last_results = now
+        if self.runner.programs.waited_until <= started:  # no compilation was in it
+            self.scheduler.observe(output, now - started)
 
     def _take_prompt_logprobs(self, handle: StepHandle) -> None:
         for request, first, entries in handle.prompt_logprobs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -74,6 +75,11 @@ class EngineArgs:
     )
     enable_prefix_caching: bool = _arg(True, "compute a prefix that requests share once")
     enable_chunked_prefill: bool = _arg(True, "let a long prompt take several steps")
+    max_token_gap: float = _arg(
+        2.0,
+        "how much longer prompts may make the steps of running requests, as a ratio; 0: no limit",
+        metavar="RATIO",
+    )
     scheduling_policy: str = _arg("fcfs", "who is served next", choices=("fcfs", "priority"))
     scheduler_delay: float = _arg(
         0.0, "seconds a new request may be held so that others join its step", metavar="SECONDS"
@@ -118,6 +124,8 @@ class EngineArgs:
         _check_int("max_logprobs", self.max_logprobs, 0)
         if self.max_logprobs > 20:
             raise ConfigError(f"max_logprobs must be at most 20, got {self.max_logprobs}")
+        if self.max_token_gap != 0 and not 1.0 < self.max_token_gap < math.inf:
+            raise ConfigError(f"max_token_gap must be above 1, or 0 for no limit, got {self.max_token_gap}")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         for spec in fields(self):

@@ -31,6 +31,7 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_runner import ModelRunner
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_by_name, family_of, read_model
+from jaxserve.pacing import StepPacer
 from jaxserve.pooling import Pooling, pooling_of
 from jaxserve.profiling import StepProfiler
 from jaxserve.sampling_params import SamplingParams
@@ -102,12 +103,16 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         memory_utilization=None if has_own_size else choose_utilization(args, platform),
         pooling=Pooling() if checkpoint is None else pooling_of(checkpoint),
     )
-    scheduler = Scheduler(limits, name)
 
     spec = make_spec(skeleton, mesh, chip, implementation)
     if checkpoint is not None:
         check_tensors(checkpoint, skeleton)
     runner = ModelRunner(spec, skeleton, pool, limits)
+    pacer = None
+    if args.max_token_gap:
+        mixed = {bucket.num_tokens for bucket in runner.programs.buckets if not bucket.decode_only}
+        pacer = StepPacer(args.max_token_gap, mixed)
+    scheduler = Scheduler(limits, name, pacer=pacer)
     try:
         _fill(runner, args, checkpoint, live, report)
     except BaseException:

@@ -9,6 +9,8 @@ The rules:
 * A step computes at most `max_num_batched_tokens` tokens. Running requests come first, those that need one
   token before those with a longer piece to compute; then waiting ones are admitted while slots, budget and
   pages last.
+* Beside decodes, prompts get the tokens that a `StepPacer` allows by the times it was told of, so that no
+  decode waits for a long prompt; without decodes, or without a pacer, all there are.
 * Order is by arrival ("fcfs") or by (priority, arrival) ("priority"). Nobody overtakes a blocked head of the
   queue, so under fcfs nobody starves. A priority does not take a running request's place; it decides who goes
   next.
@@ -44,6 +46,7 @@ from dataclasses import dataclass, field
 from jaxserve.errors import InvalidRequestError
 from jaxserve.limits import SchedulerConfig
 from jaxserve.outputs import FinishReason
+from jaxserve.pacing import StepPacer
 from jaxserve.page_allocator import PageAllocator, cache_root, page_hashes
 from jaxserve.request import Request, RequestStatus
 from jaxserve.tallies import EngineTallies
@@ -67,15 +70,21 @@ class SchedulerOutput:
     scheduled: list[ScheduledRequest] = field(default_factory=list)  # those of one token first
     preempted: list[Request] = field(default_factory=list)
     num_tokens: int = 0
+    dispatch_time: float = 0.0  # the engine's clock when it was sent to the device; the engine's to set
 
 
 class Scheduler:
     """Queue, slots and pages of all unfinished requests. See the module's text for the rules."""
 
     def __init__(
-        self, config: SchedulerConfig, model_id: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        model_id: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        pacer: StepPacer | None = None,
     ) -> None:
         self.config = config
+        self.pacer = pacer if config.enable_chunked_prefill else None
         self.allocator = PageAllocator(config.num_pages, config.page_size, config.enable_prefix_caching)
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache at first admissions
@@ -149,8 +158,15 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them their pages."""
         output = SchedulerOutput()
+        wanted = [(request, self._num_to_compute(request)) for request in self._running]
+        wanted.sort(key=lambda item: item[1] > 1)  # stable: decodes first, each kind in order
         budget = self.config.max_num_batched_tokens
-        plan = self._plan_running(budget, output.preempted)
+        if self.pacer is not None:
+            num_decodes = sum(count == 1 for _, count in wanted)
+            num_prompts = sum(count > 1 for _, count in wanted)
+            num_prompts += min(len(self._waiting), len(self._free_slots))
+            budget = self.pacer.num_tokens(num_decodes, num_prompts, budget)
+        plan = self._plan_running(wanted, budget, output.preempted)
         # Nothing is committed before all preemptions are decided: a request planned first may be the victim
         # later.
         scheduled = [self._commit(request, count, upload=False) for request, count in plan.items()]
@@ -165,8 +181,14 @@ class Scheduler:
                 budget -= count
         scheduled.sort(key=lambda part: part.num_scheduled_tokens > 1)
         output.scheduled = scheduled
-        output.num_tokens = self.config.max_num_batched_tokens - budget
+        output.num_tokens = sum(part.num_scheduled_tokens for part in scheduled)
         return output
+
+    def observe(self, output: SchedulerOutput, seconds: float) -> None:
+        """A step took so long, from its start on the device to its results."""
+        if self.pacer is not None:
+            num_decodes = sum(part.num_scheduled_tokens == 1 for part in output.scheduled)
+            self.pacer.observe(num_decodes, output.num_tokens - num_decodes, seconds)
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
         """Take the token ids that a step sampled, by request id; finish those that end.
@@ -245,11 +267,11 @@ class Scheduler:
 
     # Running requests.
 
-    def _plan_running(self, budget: int, preempted: list[Request]) -> dict[Request, int]:
+    def _plan_running(
+        self, wanted: list[tuple[Request, int]], budget: int, preempted: list[Request]
+    ) -> dict[Request, int]:
         """How many tokens each running request computes; their pages are allocated, victims preempted."""
         plan: dict[Request, int] = {}
-        wanted = [(request, self._num_to_compute(request)) for request in self._running]
-        wanted.sort(key=lambda item: item[1] > 1)  # stable: decodes first, each kind in order
         for request, count in wanted:
             count = min(count, budget)
             if not count:

@@ -21,6 +21,8 @@ COMPOSITION_ROOTS = ("jaxserve.cli",)
 SCHEDULER_SIDE = [
     "jaxserve.errors",
     "jaxserve.outputs",
+    "jaxserve.limits",
+    "jaxserve.pacing",
     "jaxserve.page_allocator",
     "jaxserve.request",
     "jaxserve.sampling_params",
