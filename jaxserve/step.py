@@ -66,17 +66,21 @@ def make_step(spec: StepSpec, bucket: Bucket) -> Callable[..., Any]:
         row, positions = _locate(inputs, bucket)
         token_ids = token_table[inputs.slot[row], positions]  # [num_tokens]
         attend = _attend(spec, bucket, inputs)
-        hidden, kv_pool = model(token_ids, positions, attend, kv_pool)  # [num_tokens, hidden]
+        num_live = inputs.cu_q_lens[-1]
+        hidden, kv_pool = model(token_ids, positions, attend, kv_pool, num_live)  # [num_tokens, hidden]
 
+        # Rows that sample come first: of the others nothing is asked.
         last = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)]
+        num_sampling = inputs.samples.sum(dtype=jnp.int32)
         sampled = sample_over_mesh(
             spec.mesh,
             MODEL_AXIS,
-            model.logits(last),
+            model.logits(last, num_sampling),
             inputs.sampling,
             inputs.slot,
             token_table,
             bias_table,
+            by_row=spec.platform == "cpu",
         )
         # A row that does not sample writes to the dummy slot.
         slot = jnp.where(inputs.samples, inputs.slot, token_table.shape[0] - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +29,14 @@ DEFAULTS: dict[str, Any] = {
     "has_bias": False,
     "wants_logprobs": False,
 }
-_sample = jax.jit(sample)
+# As accelerators do it, and as CPUs do.
+_SAMPLE = {by_row: jax.jit(partial(sample, by_row=by_row)) for by_row in (False, True)}
+_by_row = False
+
+
+@pytest.fixture(params=[False, True], ids=["at_once", "by_row"], autouse=True)
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "_by_row", request.param)
 
 
 def run(
@@ -43,8 +51,8 @@ def run(
         dtype = {bool: np.bool_, int: np.int32, float: np.float32}[type(default)]
         columns[name] = seeds if name == "seed" else np.array([r[name] for r in filled], dtype)
     tokens = np.zeros((n + 1, MAX_TOKENS), np.int32) if tokens is None else tokens
-    bias = np.zeros((n + 1, VOCAB), np.float32) if bias is None else bias
-    return _sample(
+    bias = np.zeros((n + 1, logits.shape[1]), np.float32) if bias is None else bias
+    return _SAMPLE[_by_row](
         jnp.asarray(logits), SamplingInputs(**columns), jnp.arange(n), jnp.asarray(tokens), jnp.asarray(bias)
     )
 
@@ -197,3 +205,55 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     np.testing.assert_allclose(
         np.asarray(out.top_logprobs), np.take_along_axis(p, order[:, :MAX_LOGPROBS], 1), atol=1e-5
     )
+
+
+def noise_of(seed: int, position: int, vocab: int) -> np.ndarray:
+    """The noise that a seed has had since the first version, by JAX's own functions."""
+    data = jnp.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], jnp.uint32)
+    key = jax.random.fold_in(jax.random.wrap_key_data(data, impl="threefry2x32"), position)
+    return np.asarray(jax.random.gumbel(key, (vocab,)))
+
+
+@pytest.mark.parametrize("row", [{}, {"top_k": 7}, {"top_p": 0.6}, {"top_p": 0.999}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("scale", [0.3, 3.0])  # filters keep most of the vocabulary, or little of it
+def test_the_draws_of_a_seed_are_those_of_jax_random(row: dict[str, Any], scale: float) -> None:
+    vocab = 1500  # more than the candidates that filters look at first, and no multiple of a block
+    logits = (np.random.default_rng(5).standard_normal((1, vocab)) * scale).astype(np.float32)
+    row = {"temperature": 0.8, **row}
+    seeds = [2**63 + 17 * i for i in range(30)]
+    out = run(np.repeat(logits, 30, 0), [{**row, "seed": seed, "position": 9} for seed in seeds])
+    kept = np.isin(np.arange(vocab), list(allowed(logits[0], row)))
+    assert out.token_ids.tolist() == [
+        int(np.where(kept, logits[0] / 0.8 + noise_of(seed, 9, vocab), -np.inf).argmax()) for seed in seeds
+    ]
+
+
+@pytest.mark.parametrize("row", [{"top_k": 3}, {"top_p": 0.2}], ids=str)
+@pytest.mark.parametrize("num_tied", [40, 700])  # fewer and more than the candidates looked at first
+def test_all_tokens_that_tie_with_the_threshold_are_kept(row: dict[str, Any], num_tied: int) -> None:
+    logits = np.zeros((1, 1500), np.float32)
+    tied = np.random.default_rng(0).permutation(1500)[:num_tied]
+    logits[0, tied] = 40.0
+    n = 20 * num_tied // 4
+    out = run(np.repeat(logits, n, 0), [{"temperature": 1.0, **row, "seed": seed} for seed in range(n)])
+    drawn = set(out.token_ids.tolist())
+    assert drawn <= set(tied.tolist())
+    assert len(drawn) > 0.9 * num_tied  # of 5 draws a token, 0.7% of the tokens are left out
+
+
+@pytest.mark.parametrize("row", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_a_row_of_nothing_but_nan_gets_a_token_and_harms_no_other(row: dict[str, Any]) -> None:
+    logits = random_logits(3)
+    logits[1] = np.nan
+    alone = run(logits[:1], [row]).token_ids.tolist()
+    out = run(logits, [row, row, {}]).token_ids.tolist()
+    assert [out[0]] == alone
+    assert 0 <= out[1] < VOCAB
+    assert out[2] == int(logits[2].argmax())
+
+
+def test_of_equal_logits_the_first_token_is_taken() -> None:
+    logits = np.zeros((3, 1500), np.float32)
+    logits[1, [300, 301, 1499]] = 1.0
+    logits[2, 1499] = 1.0
+    assert run(logits, [{}] * 3).token_ids.tolist() == [0, 300, 1499]

@@ -57,12 +57,13 @@ def arguments(num_rows, vocab):
 # A vocabulary that the devices divide is split over them; another is whole on each.
 @pytest.mark.parametrize("vocab", [64, 61])
 @pytest.mark.parametrize("num_rows", [1, 6, 8])
-def test_every_row_is_as_on_one_device(num_rows, vocab):
+@pytest.mark.parametrize("by_row", [False, True])
+def test_every_row_is_as_on_one_device(num_rows, vocab, by_row):
     logits, *rest = arguments(num_rows, vocab)
     expected = jax.jit(sample)(logits, *rest)
     split = P(None, "model" if vocab % NUM_DEVICES == 0 else None)
     logits = jax.device_put(logits, NamedSharding(mesh(), split))
-    found = jax.jit(lambda *args: sample_over_mesh(mesh(), "model", *args))(logits, *rest)
+    found = jax.jit(lambda *args: sample_over_mesh(mesh(), "model", *args, by_row=by_row))(logits, *rest)
     for name, a, b in zip(expected._fields, found, expected, strict=True):
         assert a.dtype == b.dtype, name
         if np.issubdtype(a.dtype, np.integer):
