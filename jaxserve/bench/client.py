@@ -94,6 +94,8 @@ async def send(session: aiohttp.ClientSession, target: Target, item: TraceItem) 
                 if usage := event.get("usage"):
                     record.prompt_tokens = usage["prompt_tokens"]
                     record.output_tokens = usage["completion_tokens"]
+                    details = usage.get("prompt_tokens_details") or {}
+                    record.cached_tokens = details.get("cached_tokens") or 0
                 now = time.perf_counter() - start
                 record.arrivals += [now for _ in _pieces(event)]
             if not ended and record.error is None:

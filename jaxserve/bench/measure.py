@@ -19,6 +19,7 @@ class RequestRecord:
 
     wanted_tokens: int
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, where the server tells
     output_tokens: int = 0
     arrivals: list[float] = field(default_factory=list)
     latency: float = 0.0  # from the start to the end of the answer

@@ -1,7 +1,7 @@
 """`jaxserve bench offline`: the fixed trace on the engine itself, beside what the machine could do at best.
 
-One request at a time is held against the floor of its time per token, many at once against the ceiling of
-the token rate (see `roofline`). The machine is measured first, in the same process.
+One request at a time is held against the least time per token, many at once against the least time for all
+of them (see `roofline`). The machine is measured first, in the same process.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import jax
 from rich.progress import Progress
@@ -26,8 +28,11 @@ from jaxserve.bench.roofline import Machine, ModelCost, measure_machine
 from jaxserve.bench.serve import add_trace_arguments, new_console, progress_bar, report
 from jaxserve.bench.trace import TraceItem, items_for, make_trace
 from jaxserve.cli.options import options_of
+from jaxserve.engine import LLMEngine
 from jaxserve.engine_args import DEFAULT_MODEL, EngineArgs
 from jaxserve.errors import JaxserveError
+from jaxserve.loading import load_engine
+from jaxserve.profiling import how_to_open
 from jaxserve.sampling_params import SamplingParams
 from jaxserve_checkpoints import resolve_model
 
@@ -48,6 +53,7 @@ def sender(engine: AsyncLLMEngine) -> Send:
                     length = len(choice.text)
                     record.arrivals.append(time.perf_counter() - start)
                 record.prompt_tokens = len(output.prompt_token_ids)
+                record.cached_tokens = output.num_cached_tokens or 0
                 record.output_tokens = len(choice.token_ids)
         except JaxserveError as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -71,42 +77,41 @@ async def run_levels(
 
 
 def roofline_table(
-    machine: Machine,
-    cost: ModelCost,
-    bytes_per_weight: int,
-    levels: Sequence[Level],
-    concurrency: Sequence[int],
+    machine: Machine, cost: ModelCost, levels: Sequence[Level], concurrency: Sequence[int]
 ) -> Table:
-    """Each level's fraction: of the floor for one request at a time, of the ceiling for many."""
-    floor = cost.decode_floor(machine, bytes_per_weight)
-    ceiling = cost.token_rate_ceiling(machine)
+    """Each level's fraction of the bound that is named beside it."""
     table = Table(title="roofline", title_justify="left")
-    for name in ("load", "measured", "bound", "fraction"):
+    for name in ("load", "measured", "bound", "by", "fraction"):
         table.add_column(name, justify="right")
-    for count, (summary, _) in zip(concurrency, levels, strict=True):
+    for count, (summary, records) in zip(concurrency, levels, strict=True):
+        done = [record for record in records if record.error is None]
+        if not done:
+            continue
         if count == 1:
-            measured, bound = (
-                f"{summary.tpot_p50:.1f} ms a token",
-                f"{floor * 1e3:.1f} ms (weights read once)",
-            )
-            fraction = floor * 1e3 / summary.tpot_p50
+            context = statistics.mean(r.prompt_tokens + r.output_tokens / 2 for r in done)
+            measured, bound = summary.tpot_p50 / 1e3, cost.decode_floor(machine, context)
+            what, by = "ms a token", f"reading weights and {context:.0f} positions"
         else:
-            measured, bound = f"{summary.total_rate:.1f} tok/s", f"{ceiling:.0f} tok/s (matmul peak)"
-            fraction = summary.total_rate / ceiling
-        table.add_row(summary.label, measured, bound, f"{fraction:.0%}")
+            arithmetic = cost.arithmetic_floor(machine, done)
+            measured, bound = summary.wall, max(arithmetic, cost.memory_floor(machine, done, count))
+            what, by = "ms in all", "arithmetic" if bound == arithmetic else "reading weights and positions"
+        figures = (f"{measured * 1e3:.1f} {what}", f"{bound * 1e3:.1f} ms", by, f"{bound / measured:.0%}")
+        table.add_row(summary.label, *figures)
     return table
 
 
-def describe(machine: Machine, cost: ModelCost, bytes_per_weight: int) -> str:
+def describe(machine: Machine, cost: ModelCost) -> str:
     """The measured machine and the model's cost, in two lines."""
     giga = 1e9
+    int8 = machine.matmul * cost.peak_ratio / giga
     return (
         f"{machine.platform}, {machine.threads} threads: reads {machine.read / giga:.1f} GB/s "
         f"(one thread {machine.read_one_thread / giga:.1f}), copies {machine.copy / giga:.1f} GB/s "
         f"(one thread {machine.copy_one_thread / giga:.1f}), "
-        f"float32 matmul {machine.matmul / giga:.0f} GFLOP/s\n"
-        f"model: {cost.weights * bytes_per_weight / 1e6:.0f} MB of weights a step, "
-        f"{cost.flops_per_token / 1e6:.0f} MFLOP a token"
+        f"float32 matmul {machine.matmul / giga:.0f} GFLOP/s"
+        + (f", so {int8:.0f} with 8-bit integers" if cost.peak_ratio != 1 else "")
+        + f"\nmodel: {cost.weight_bytes / 1e6:.0f} MB of weights a step, {cost.kv_bytes / 1e3:.1f} kB of keys"
+        f" and values a position, {cost.flops_per_token / 1e6:.0f} MFLOP a token"
     )
 
 
@@ -127,10 +132,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, set[str]]:
 
 
 async def _run(
-    args: argparse.Namespace, engine_args: EngineArgs, trace: Sequence[TraceItem]
+    args: argparse.Namespace, loaded: LLMEngine, trace: Sequence[TraceItem]
 ) -> tuple[list[Level], int]:
     """The levels, and how many programs were compiled while they ran (0 is right)."""
-    engine = AsyncLLMEngine.from_engine_args(engine_args)
+    engine = AsyncLLMEngine(loaded)
     try:
         before = engine.stats().num_compilations
         with progress_bar() as bar:
@@ -148,14 +153,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"jaxserve: error: {problem}", file=sys.stderr)
         return 1
     given = {name: value for name, value in vars(args).items() if name in engine_fields}
-    cost = ModelCost.of_checkpoint(resolve_model(args.model))
-    machine = measure_machine()
+    # A level runs prompts of the one before it: a cache would find them.
+    given.setdefault("enable_prefix_caching", args.shared_prefix > 0)
     # Everything is compiled before the first request: the figures are of a warm engine.
     engine_args = EngineArgs(model=args.model, warmup="full", **given)
-    expanded = "float32" if engine_args.dtype == "auto" and machine.platform == "cpu" else engine_args.dtype
-    bytes_per_weight = 4 if expanded == "float32" else 2
+    machine = measure_machine()
+    engine = load_engine(engine_args)
+    cost = ModelCost.of_engine(engine, resolve_model(args.model))
     trace = make_trace(args.n, args.seed, shared_prefix=args.shared_prefix)
-    levels, compilations = asyncio.run(_run(args, engine_args, trace))
+    levels, compilations = asyncio.run(_run(args, engine, trace))
     settings = {
         "model": args.model,
         "n": args.n,
@@ -164,12 +170,15 @@ def main(argv: list[str] | None = None) -> int:
         "engine": given,
         "jax": jax.__version__,
         "machine": asdict(machine),
+        "cost": asdict(cost),
         "compilations": compilations,
     }
     code = report(args, f"{args.model}, engine alone, jax {jax.__version__}", settings, levels)
     console = new_console()
-    console.print(roofline_table(machine, cost, bytes_per_weight, levels, args.concurrency))
-    console.print(describe(machine, cost, bytes_per_weight), highlight=False)
+    console.print(roofline_table(machine, cost, levels, args.concurrency))
+    console.print(describe(machine, cost), highlight=False, soft_wrap=True)
+    if engine_args.profile:
+        console.print(how_to_open(Path(engine_args.profile)), highlight=False, soft_wrap=True)
     if compilations:
         console.print(f"{compilations} programs were compiled during the run: the figures include that time")
     return code

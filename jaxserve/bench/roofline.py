@@ -1,9 +1,10 @@
 """What a machine can do at best, and what a model asks of it.
 
-Decoding one sequence reads every weight once a token, so its floor is bytes of weights over memory bandwidth.
-Many sequences share one read and end at arithmetic: two operations a weight a token, over the matmul peak.
-Reading keys and values and the attention's own arithmetic are left out. They are small for short contexts;
-without them the floor is lower and the fraction of it that we state smaller, never larger.
+Memory: a step reads every weight once, as it lies in memory (packed ones at their size), and each decoding
+sequence reads its keys and values; over the bandwidth measured here. Arithmetic: two operations a weight a
+token, over the matmul peak. That is measured in float32; packed weights multiply 8-bit integers, whose peak
+is reckoned from it by what the instruction set does in the same time. Attention's arithmetic, and reading in
+prefill, are left out: the bounds are lower for it, and the fractions that we state smaller, never larger.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.bench.measure import RequestRecord
+from jaxserve.engine import LLMEngine
 from jaxserve_checkpoints import open_checkpoint
 
 # The input embedding and the output head as checkpoints name them.
 _EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
 _HEADS = ("lm_head.weight", "output.weight")
+# Products of 8-bit integers that an instruction set adds up, for each of float32 in the same time. AVX2 needs
+# three instructions (vpmaddubsw, vpmaddwd, vpaddd) for 32 of them, VNNI one; a fused multiply-add of float32
+# does a quarter of as many.
+_INT8_RATIOS = {"avx2": 4 / 3, "avx_vnni": 4.0, "avx512_vnni": 4.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +54,57 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """`weights`: elements that computing a token touches; two FLOPs for each that a matmul reads."""
+    """What a loaded model asks of a machine.
 
-    weights: int
+    `weight_bytes`: that a step reads. `kv_bytes`: keys and values of one position. `flops_per_token`: of the
+    linear layers. `peak_ratio`: of the arithmetic on the weights as they lie in memory, over float32's.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
     flops_per_token: int
+    peak_ratio: float = 1.0
 
     @classmethod
-    def of_checkpoint(cls, path: Path) -> ModelCost:
-        """Counted from the shapes in the checkpoint's headers. Raises CheckpointError."""
-        shapes = {name: ref.shape for name, ref in open_checkpoint(path).tensors.items()}
+    def of_engine(cls, engine: LLMEngine, checkpoint: Path) -> ModelCost:
+        """Raises CheckpointError."""
+        skeleton, pool = engine.skeleton, engine.runner.pool
+        has_head = any("lm_head" in leaf.path for leaf in skeleton.leaves)
         # With a head of its own, the embedding is only looked up: one row a token.
-        looked_up = _EMBEDDINGS if any(name in shapes for name in _HEADS) else ()
-        touched = {name: shape for name, shape in shapes.items() if name not in looked_up}
+        read = [leaf for leaf in skeleton.leaves if not (has_head and "embed_tokens" in leaf.path)]
+        is_packed = any(leaf.dtype in (np.uint8, np.int8) for leaf in read)
         return cls(
-            weights=sum(math.prod(shape) for shape in touched.values()),
-            flops_per_token=2 * sum(math.prod(shape) for shape in touched.values() if len(shape) > 1),
+            weight_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in read),
+            kv_bytes=pool.num_bytes // (pool.num_pages * pool.page_size),
+            flops_per_token=flops_per_token(checkpoint),
+            peak_ratio=_INT8_RATIOS.get(engine.runner.spec.chip or "", 1.0) if is_packed else 1.0,
         )
 
-    def decode_floor(self, machine: Machine, bytes_per_weight: int) -> float:
-        """Least seconds a token for one sequence."""
-        return self.weights * bytes_per_weight / machine.bandwidth
+    def decode_floor(self, machine: Machine, context: float) -> float:
+        """Least seconds a token for one sequence with so many positions."""
+        return (self.weight_bytes + context * self.kv_bytes) / machine.bandwidth
 
-    def token_rate_ceiling(self, machine: Machine) -> float:
-        """Most tokens/s (prompt and output together) for many sequences."""
-        return machine.matmul / self.flops_per_token
+    def memory_floor(self, machine: Machine, records: Sequence[RequestRecord], concurrency: int) -> float:
+        """Least seconds to read what decoding so many requests at once reads."""
+        # The first token of each comes from its prompt's last step.
+        steps = math.ceil(sum(r.output_tokens - 1 for r in records) / concurrency)
+        positions = sum((r.output_tokens - 1) * (r.prompt_tokens + r.output_tokens / 2) for r in records)
+        return (steps * self.weight_bytes + positions * self.kv_bytes) / machine.bandwidth
+
+    def arithmetic_floor(self, machine: Machine, records: Sequence[RequestRecord]) -> float:
+        """Least seconds for the linear layers of all tokens that were not found in a cache."""
+        # The last token of each is never computed on.
+        tokens = sum(r.prompt_tokens - r.cached_tokens + r.output_tokens - 1 for r in records)
+        return tokens * self.flops_per_token / (machine.matmul * self.peak_ratio)
+
+
+def flops_per_token(checkpoint: Path) -> int:
+    """Two for each element of a matrix that a token is multiplied with. Raises CheckpointError."""
+    shapes = {name: ref.shape for name, ref in open_checkpoint(checkpoint).tensors.items()}
+    looked_up = _EMBEDDINGS if any(name in shapes for name in _HEADS) else ()
+    return 2 * sum(
+        math.prod(shape) for name, shape in shapes.items() if len(shape) > 1 and name not in looked_up
+    )
 
 
 def _best_rate(run: Callable[[], object], work: float, seconds: float) -> float:

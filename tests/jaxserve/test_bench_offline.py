@@ -65,17 +65,22 @@ def test_a_refused_request_is_a_failure_and_not_the_end():
     assert records[-1].error == "InvalidRequestError: no such prompt"
 
 
-def test_the_fraction_is_of_the_floor_for_one_and_of_the_ceiling_for_many(capsys):
-    machine = Machine("cpu", 2, 1e9, 2e9, 1e9, 1e9, 1e12)
-    cost = ModelCost(weights=10_000_000, flops_per_token=10**9)  # 20 ms a token as float32; 1000 tok/s
-    record = RequestRecord(11, prompt_tokens=489, output_tokens=11, arrivals=[1.0, 1.5], latency=1.5)
-    levels = [(Summary.of(f"{n} at once", [record], 2.0), [record]) for n in (1, 8)]
-    new_console().print(roofline_table(machine, cost, 4, levels, [1, 8]))
+@pytest.mark.parametrize(
+    ("matmul", "bound", "by"), [(1e12, "500.0", "arithmetic"), (1e13, "100.0", "reading")]
+)
+def test_the_fraction_is_of_the_bound_that_binds(capsys, matmul, bound, by):
+    machine = Machine("cpu", 2, 1e9, 2e9, 1e9, 1e9, matmul)
+    cost = ModelCost(weight_bytes=40_000_000, kv_bytes=0, flops_per_token=10**9)  # 20 ms to read
+    record = RequestRecord(11, prompt_tokens=490, output_tokens=11, arrivals=[1.0, 1.5], latency=1.5)
+    levels = [(Summary.of(f"{n} at once", [record], 2.0), [record]) for n in (1, 2)]
+    new_console().print(roofline_table(machine, cost, levels, [1, 2]))
     one, many = [line for line in capsys.readouterr().out.splitlines() if "at once" in line]
-    assert "50.0 ms" in one
+    assert "50.0 ms a token" in one
     assert "40%" in one  # 20 of 50 ms
-    assert "250.0 tok/s" in many
-    assert "25%" in many
+    assert "2000.0 ms in all" in many
+    assert f"{bound} ms" in many  # 500 tokens at 1 or 0.1 ms; 5 steps at 20 ms
+    assert by in many
+    assert f"{float(bound) / 2000:.0%}" in many
 
 
 @pytest.mark.real
