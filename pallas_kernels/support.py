@@ -11,7 +11,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 # operation -> platform -> implementations, the preferred one first
 SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged_paged_attention": {
-        "cpu": ("xla", "reference"),
+        "cpu": ("cpu", "xla", "reference"),
         "gpu": ("mosaic_gpu", "xla", "reference"),
         "tpu": ("mosaic_tpu", "xla", "reference"),
     },

@@ -13,6 +13,8 @@
 
 namespace jaxserve {
 
+struct BFloat16 { uint16_t bits; };
+
 inline int32_t load_int(const int8_t* p) {
   int32_t four;
   std::memcpy(&four, p, 4);
@@ -34,16 +36,64 @@ inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Floats load(const uint16_t* p) {  // float16
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+inline Floats load(const BFloat16* p) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
+}
+inline Floats load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
 inline float max_lane(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
+inline Floats round_even(Floats a) { return {_mm512_roundscale_ps(a.v, 8)}; }  // no exceptions
+// 2^a for a whole number in [-127, 127]; 2^-127 is 0.
+inline Floats power_of_two(Floats a) {
+  const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+}
+inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {  // a < b ? yes : no
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+inline Floats with_sign_of(Floats a, Floats sign) {  // a is not negative
+  const __m512 mask = _mm512_set1_ps(-0.0f);
+  return {_mm512_or_ps(a.v, _mm512_and_ps(sign.v, mask))};
+}
+// Columns in place of rows.
+inline void transpose(Floats (&x)[16]) {
+  __m512 pairs[16], fours[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(x[i].v, x[i + 1].v);
+    pairs[i + 1] = _mm512_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  // fours[4 g + k], part p of 4 lanes: column 4 p + k of rows 4 g to 4 g + 3.
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    const int first = i / 4 * 4 + i % 4 / 2;
+    const __m512d low = _mm512_castps_pd(pairs[first]), high = _mm512_castps_pd(pairs[first + 2]);
+    fours[i] = _mm512_castpd_ps(i % 2 == 0 ? _mm512_unpacklo_pd(low, high) : _mm512_unpackhi_pd(low, high));
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    const __m512 a = _mm512_shuffle_f32x4(fours[k], fours[4 + k], 0x88);  // parts 0 and 2
+    const __m512 b = _mm512_shuffle_f32x4(fours[8 + k], fours[12 + k], 0x88);
+    const __m512 c = _mm512_shuffle_f32x4(fours[k], fours[4 + k], 0xdd);  // parts 1 and 3
+    const __m512 d = _mm512_shuffle_f32x4(fours[8 + k], fours[12 + k], 0xdd);
+    x[k].v = _mm512_shuffle_f32x4(a, b, 0x88);
+    x[4 + k].v = _mm512_shuffle_f32x4(c, d, 0x88);
+    x[8 + k].v = _mm512_shuffle_f32x4(a, b, 0xdd);
+    x[12 + k].v = _mm512_shuffle_f32x4(c, d, 0xdd);
+  }
+}
 
 // Round to nearest even and store as signed bytes; |x| is at most 127.
 inline Dot round_to_bytes(int8_t* p, Floats x) {
@@ -80,6 +130,18 @@ inline Floats load(const uint16_t* p) {  // float16
   const __m128i* halves = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
+inline Floats load(const BFloat16* p) {
+  const __m128i* eights = reinterpret_cast<const __m128i*>(p);
+  const auto widen = [](const __m128i* eight) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(eight)), 16));
+  };
+  return {widen(eights), widen(eights + 1)};
+}
+inline Floats load(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 inline void store(float* p, Floats x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
@@ -87,6 +149,7 @@ inline void store(float* p, Floats x) {
 inline Floats operator+(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline Floats operator-(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline Floats operator*(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Floats operator/(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline Floats fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
@@ -107,6 +170,59 @@ inline float sum_lanes(Floats x) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline Floats round_even(Floats x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
+inline Floats power_of_two(Floats x) {
+  const auto eight = [](__m256 whole) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+  };
+  return {eight(x.a), eight(x.b)};
+}
+inline Floats where_less(Floats x, Floats y, Floats yes, Floats no) {
+  return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+inline Floats with_sign_of(Floats x, Floats sign) {
+  const __m256 mask = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(x.a, _mm256_and_ps(sign.a, mask)), _mm256_or_ps(x.b, _mm256_and_ps(sign.b, mask))};
+}
+inline void transpose_eight(const __m256* (&rows)[8], __m256* (&columns)[8]) {
+  __m256 pairs[8], fours[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(*rows[i], *rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(*rows[i], *rows[i + 1]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const int first = i / 4 * 4 + i % 4 / 2;
+    const __m256d low = _mm256_castps_pd(pairs[first]), high = _mm256_castps_pd(pairs[first + 2]);
+    fours[i] = _mm256_castpd_ps(i % 2 == 0 ? _mm256_unpacklo_pd(low, high) : _mm256_unpackhi_pd(low, high));
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    *columns[k] = _mm256_permute2f128_ps(fours[k], fours[4 + k], 0x20);
+    *columns[4 + k] = _mm256_permute2f128_ps(fours[k], fours[4 + k], 0x31);
+  }
+}
+inline void transpose(Floats (&x)[16]) {
+  Floats y[16];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {  // of the rows
+    const __m256 *left[8], *right[8];
+    __m256 *top[8], *bottom[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      left[i] = &x[8 * half + i].a;
+      right[i] = &x[8 * half + i].b;
+      top[i] = half == 0 ? &y[i].a : &y[i].b;
+      bottom[i] = half == 0 ? &y[8 + i].a : &y[8 + i].b;
+    }
+    transpose_eight(left, top);
+    transpose_eight(right, bottom);
+  }
+  for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
 inline Dot round_to_bytes(int8_t* p, Floats x) {
@@ -166,5 +282,25 @@ inline Floats total(Dot sum) {
 
 #endif
 #endif
+
+// The first n lanes, n < 16, and zeros; nothing behind them is read.
+template <typename T>
+inline Floats load_part(const T* p, int n) {
+  T all[16] = {};
+  std::memcpy(all, p, n * sizeof(T));
+  return load(all);
+}
+inline void store_part(float* p, Floats x, int n) {
+  float all[16];
+  store(all, x);
+  std::memcpy(p, all, n * sizeof(float));
+}
+// Lanes in [first, stop) of x, minus infinity in the others.
+inline Floats keep_lanes(Floats x, int first, int stop) {
+  alignas(64) static constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Floats lane = load(kLanes), none = splat(-__builtin_inff());
+  const Floats below = where_less(lane, splat(static_cast<float>(stop)), x, none);
+  return where_less(lane, splat(static_cast<float>(first)), none, below);
+}
 
 }  // namespace jaxserve

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.kv_write import kv_rows, locate_tokens, write_kv
-from pallas_kernels.ragged_paged_attention import gpu, tpu
+from pallas_kernels.ragged_paged_attention import cpu, gpu, tpu
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 from pallas_kernels.ragged_paged_attention.validate import validate
@@ -50,7 +50,8 @@ def ragged_paged_attention(
         rows: lengths and pages of the sequences.
         spec: what is static.
         platform: "cpu", "gpu" or "tpu": the target, never asked of the running process.
-        chip: the target's name in `chips`; block sizes and what can run depend on it.
+        chip: the target's name in `chips`, or a CPU's instruction set (`native.ISAS`), None when native code
+            cannot be used; block sizes and what can run depend on it.
         implementation: a name of `support.SUPPORT`, or "auto": the platform's first that serves the case.
         window: int32 [], queries at position p see positions > p - window; None sees all.
         sinks: float32 [num_q_heads], a logit more in each softmax's sum, without a value (gpt-oss).
@@ -73,10 +74,13 @@ def ragged_paged_attention(
         q = (q * k_scale.repeat(group)[None, :, None]).astype(dtype)
         k = None if k is None else k / k_scale[None, :, None]
         v = None if v is None else v / v_scale[None, :, None]
-    # [num_tokens, num_kv_heads, row_dim]
-    kv = None if k is None else kv_rows(k, v, kv_pool.dtype, kv_pool.shape[4])
     options: dict[str, Any] = {"spec": spec, "window": window, "sinks": sinks}
-    if name == "mosaic_tpu":
+    # [num_tokens, num_kv_heads, row_dim]
+    kv = None if k is None or name == "cpu" else kv_rows(k, v, kv_pool.dtype, kv_pool.shape[4])
+    if name == "cpu":
+        assert chip is not None  # `support` names the chips of this one
+        out, kv_pool = cpu.cpu_attention(q, k, v, kv_pool, layer, rows, isa=chip, **options)
+    elif name == "mosaic_tpu":
         options |= {"chip": chip, "interpret": interpret}
         out, kv_pool = tpu.mosaic_tpu_attention(q, kv, kv_pool, layer, rows, **options)
     elif name == "mosaic_gpu":
@@ -108,6 +112,8 @@ def _choose(
             gpu.check_case(q, kv_pool, spec)
         elif name == "mosaic_tpu":
             tpu.check_case(kv_pool)
+        elif name == "cpu":
+            cpu.check_case(kv_pool)
     except NotImplementedError:
         if implementation != "auto":
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -27,7 +27,16 @@ def no_cached_programs() -> Iterator[None]:
 @pytest.fixture(params=library.ISAS)
 def isa(request: pytest.FixtureRequest) -> str:
     """Each instruction set of the native kernels that this processor has; its library is loaded."""
-    name: str = request.param
+    return _load_or_skip(request.param)
+
+
+@pytest.fixture
+def load_isa() -> Callable[[str], str]:
+    """Loads the library of an instruction set, or skips the test."""
+    return _load_or_skip
+
+
+def _load_or_skip(name: str) -> str:
     if name not in library.processor_isas():
         pytest.skip(f"this processor has no {name}")
     try:

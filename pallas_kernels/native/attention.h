@@ -1,0 +1,343 @@
+// Ragged paged attention: see pallas_kernels/ragged_paged_attention.
+//
+// A tile is a run of a sequence's queries with one key-value head and all query heads that share it; its rows
+// are (query, head of the group). It walks blocks of keys, cut from position 0 on whatever the batch. A
+// block's K is transposed into scratch, so that one load serves 16 keys; its V is laid out there as floats. A
+// row's softmax in a block is about the block's own maximum, and blocks are joined in order. So a row's
+// arithmetic is the same in any tile, batch and chunk of the prompt, and however blocks spread over threads.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "attention_math.h"
+#include "isa.h"
+
+namespace jaxserve {
+
+constexpr int kLanes = 16;
+constexpr int kMaxKeys = 128;  // of a block
+#if defined(JAXSERVE_AVX512_VNNI)
+constexpr int kTileRows = 6, kTileVectors = 4;  // 24 sums, 4 vectors and a number, of 32 registers
+#else
+constexpr int kTileRows = 6, kTileVectors = 1;  // 12 sums, 2 halves and a number, of 16 registers
+#endif
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+inline int64_t whole_vectors(int64_t n) { return (n + kLanes - 1) / kLanes; }
+
+enum class PoolType { kFloat, kBFloat16, kInt8 };
+
+// A call's sizes and arrays.
+struct Attention {
+  int64_t num_q_heads, num_kv_heads, k_dim, v_dim, v_start;
+  int64_t page_size, row_dim, pages_per_seq;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;
+  PoolType type;
+  uint8_t* pool;       // this layer's [num_pages, num_kv_heads, page_size, row_dim]
+  const float* q;      // [num_tokens, num_q_heads, k_dim]
+  const float* sinks;  // [num_q_heads], or null
+  float* out;          // [num_tokens, num_q_heads, v_dim]
+  const int32_t* kv_lens;
+  const int32_t* page_indices;  // [num_seqs, pages_per_seq]
+  const int32_t* cu_q_lens;
+
+  int64_t group() const { return num_q_heads / num_kv_heads; }
+  int64_t v_width() const { return whole_vectors(v_dim) * kLanes; }
+  // Blocks that fit the second-level cache; of the sizes alone, so that results do not depend on the batch.
+  int64_t block_keys() const { return k_dim + v_dim <= 256 ? kMaxKeys : kMaxKeys / 2; }
+  // The first key that the query at `position` sees.
+  int64_t since(int64_t position) const { return std::max<int64_t>(0, position - window + 1); }
+};
+
+struct Tile {
+  int64_t seq, head;  // head: of keys and values
+  int64_t first_query, num_queries;
+  int64_t first_position;          // of its first query in the sequence
+  int64_t first_block, end_block;  // that some of its queries see
+
+  int64_t num_rows(const Attention& a) const { return num_queries * a.group(); }
+};
+
+// What a run of keys makes of some rows: the largest score, the sum of e^(score - largest), and these weights
+// times V, [rows, v_width]. A sum of 0: no key was seen.
+struct Partial {
+  float *largest, *sum, *out;
+
+  static int64_t size(const Attention& a, int64_t num_rows) { return num_rows * (2 + a.v_width()); }
+  static Partial at(float* memory, int64_t num_rows) {
+    return {memory, memory + num_rows, memory + 2 * num_rows};
+  }
+};
+
+// c[0:M, 0:16 N] = a[0:M, 0:depth] * b[0:depth, 0:16 N].
+template <int M, int N>
+inline void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                     int64_t c_stride) {
+  Floats sums[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[m][n] = zeros();
+  }
+  for (int64_t d = 0; d < depth; ++d, b += b_stride) {
+    Floats row[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) row[n] = load(b + kLanes * n);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Floats x = splat(a[m * a_stride + d]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[m][n] = fma(x, row[n], sums[m][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store(c + m * c_stride + kLanes * n, sums[m][n]);
+  }
+}
+
+template <int M>
+void multiply_columns(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                      int64_t c_stride, int64_t num_vectors) {
+  int64_t n = 0;
+  for (; n + kTileVectors <= num_vectors; n += kTileVectors) {
+    multiply<M, kTileVectors>(a, a_stride, b + kLanes * n, b_stride, depth, c + kLanes * n, c_stride);
+  }
+  if constexpr (kTileVectors > 1) {
+    for (; n < num_vectors; ++n) {
+      multiply<M, 1>(a, a_stride, b + kLanes * n, b_stride, depth, c + kLanes * n, c_stride);
+    }
+  }
+}
+
+using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, int64_t);
+constexpr Multiply kMultiply[kTileRows + 1] = {nullptr,
+                                               multiply_columns<1>,
+                                               multiply_columns<2>,
+                                               multiply_columns<3>,
+                                               multiply_columns<4>,
+                                               multiply_columns<5>,
+                                               multiply_columns<6>};
+
+// Scores of whole vectors, of which keys [first, stop) count, become weights; the others' are 0.
+inline void soften(float* scores, int64_t num_vectors, int64_t first, int64_t stop, float soft_cap, float& largest,
+                   float& sum) {
+  Floats most = splat(kNothing);
+  for (int64_t i = 0; i < num_vectors; ++i) {
+    Floats x = load(scores + kLanes * i);
+    if (soft_cap > 0.0f) x = splat(soft_cap) * tanh(x / splat(soft_cap));
+    const int64_t from = first - kLanes * i, to = stop - kLanes * i;
+    if (from > 0 || to < kLanes) {
+      x = keep_lanes(x, static_cast<int>(std::clamp<int64_t>(from, 0, kLanes)),
+                     static_cast<int>(std::clamp<int64_t>(to, 0, kLanes)));
+    }
+    store(scores + kLanes * i, x);
+    most = max(most, x);
+  }
+  largest = max_lane(most);
+  const Floats offset = splat(largest == kNothing ? 0.0f : largest);
+  Floats total = zeros();
+  for (int64_t i = 0; i < num_vectors; ++i) {
+    const Floats p = exp_negative(load(scores + kLanes * i) - offset);
+    store(scores + kLanes * i, p);
+    total = total + p;
+  }
+  sum = sum_lanes(total);
+}
+
+// Joins what later keys made of a row to what earlier ones did.
+inline void join(float& largest, float& sum, float* out, float next_largest, float next_sum, const float* next_out,
+                 int64_t v_width) {
+  if (next_sum == 0.0f) return;
+  const float most = std::max(largest, next_largest);
+  const Floats old_scale = exp_negative(splat(largest - most)), scale = exp_negative(splat(next_largest - most));
+  float both[kLanes];
+  store(both, fma(splat(sum), old_scale, splat(next_sum) * scale));
+  sum = both[0];
+  largest = most;
+  for (int64_t d = 0; d < v_width; d += kLanes) {
+    store(out + d, fma(load(out + d), old_scale, load(next_out + d) * scale));
+  }
+}
+
+// Room to work in, kept by each thread.
+struct Scratch {
+  std::vector<float> memory;
+
+  // Floats for each part, as many as asked for, one behind the other.
+  template <size_t N>
+  void divide(const int64_t (&sizes)[N], float* (&parts)[N]) {
+    int64_t total = 0;
+    for (int64_t size : sizes) total += whole_vectors(size) * kLanes;
+    if (static_cast<int64_t>(memory.size()) < total) memory.resize(total);
+    float* next = memory.data();
+    for (size_t i = 0; i < N; ++i) {
+      parts[i] = next;
+      next += whole_vectors(sizes[i]) * kLanes;
+    }
+  }
+};
+
+// K and V of the keys [first, stop) of a block: keys [k_dim, block] and values [block, v_width]. What lies
+// beside these keys may be dead: it is not read. Their lanes of `keys` are zeros or stale, but for the caller
+// to mask; their rows of `values` are stale.
+template <typename T>
+void lay_out(const Attention& a, const Tile& tile, int64_t block, int64_t first, int64_t stop, float* keys,
+             float* values) {
+  const int64_t block_keys = a.block_keys(), v_width = a.v_width();
+  const int32_t* pages = a.page_indices + tile.seq * a.pages_per_seq;
+  const T* pool = reinterpret_cast<const T*>(a.pool);
+  const int k_rest = static_cast<int>(a.k_dim % kLanes), v_rest = static_cast<int>(a.v_dim % kLanes);
+  for (int64_t start = first / kLanes * kLanes; start < stop; start += kLanes) {
+    const T* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t key = start + i;
+      rows[i] = nullptr;
+      if (key < first || key >= stop) continue;
+      const int64_t position = block * block_keys + key;
+      const int64_t page = pages[position / a.page_size];
+      rows[i] = pool + ((page * a.num_kv_heads + tile.head) * a.page_size + position % a.page_size) * a.row_dim;
+    }
+    Floats square[kLanes];
+    int64_t d = 0;
+    for (; d + kLanes <= a.k_dim; d += kLanes) {
+      for (int i = 0; i < kLanes; ++i) square[i] = rows[i] == nullptr ? zeros() : load(rows[i] + d);
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store(keys + (d + i) * block_keys + start, square[i]);
+    }
+    if (k_rest > 0) {
+      for (int i = 0; i < kLanes; ++i) square[i] = rows[i] == nullptr ? zeros() : load_part(rows[i] + d, k_rest);
+      transpose(square);
+      for (int i = 0; i < k_rest; ++i) store(keys + (d + i) * block_keys + start, square[i]);
+    }
+    for (int i = 0; i < kLanes; ++i) {
+      if (rows[i] == nullptr) continue;
+      const T* v = rows[i] + a.v_start;
+      float* to = values + (start + i) * v_width;
+      int64_t e = 0;
+      for (; e + kLanes <= a.v_dim; e += kLanes) store(to + e, load(v + e));
+      if (v_rest > 0) store(to + e, load_part(v + e, v_rest));
+    }
+  }
+}
+
+inline void lay_out(const Attention& a, const Tile& tile, int64_t block, int64_t first, int64_t stop, float* keys,
+                    float* values) {
+  switch (a.type) {
+    case PoolType::kFloat: return lay_out<float>(a, tile, block, first, stop, keys, values);
+    case PoolType::kBFloat16: return lay_out<BFloat16>(a, tile, block, first, stop, keys, values);
+    case PoolType::kInt8: return lay_out<int8_t>(a, tile, block, first, stop, keys, values);
+  }
+}
+
+// A row before any key; a sink is a key without a value.
+inline void start(const Attention& a, const Tile& tile, Partial state) {
+  const int64_t group = a.group(), num_rows = tile.num_rows(a);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    state.largest[r] = a.sinks == nullptr ? kNothing : a.sinks[tile.head * group + r % group];
+    state.sum[r] = a.sinks == nullptr ? 0.0f : 1.0f;
+  }
+  std::fill_n(state.out, num_rows * a.v_width(), 0.0f);
+}
+
+inline void finish(const Attention& a, const Tile& tile, Partial state) {
+  const int64_t group = a.group(), num_rows = tile.num_rows(a), v_width = a.v_width();
+  const int64_t token = a.cu_q_lens[tile.seq] + tile.first_query;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    float* out = a.out + ((token + r / group) * a.num_q_heads + tile.head * group + r % group) * a.v_dim;
+    const Floats sum = splat(state.sum[r] == 0.0f ? 1.0f : state.sum[r]);
+    int64_t d = 0;
+    for (; d + kLanes <= a.v_dim; d += kLanes) store(out + d, load(state.out + r * v_width + d) / sum);
+    if (d < a.v_dim) store_part(out + d, load(state.out + r * v_width + d) / sum, static_cast<int>(a.v_dim - d));
+  }
+}
+
+// Blocks [first_block, end_block) of a tile. `partials` null: all of the tile's, joined and written to the
+// output; else what each block made is left there, for `join_blocks`.
+inline void attend(const Attention& a, const Tile& tile, int64_t first_block, int64_t end_block, float* partials,
+                   Scratch& scratch) {
+  const int64_t group = a.group(), num_rows = tile.num_rows(a), block_keys = a.block_keys();
+  const int64_t v_width = a.v_width();
+  float* parts[6];
+  scratch.divide({a.k_dim * block_keys, block_keys * v_width, num_rows * a.k_dim, kTileRows * block_keys,
+                  Partial::size(a, kTileRows), Partial::size(a, num_rows)},
+                 parts);
+  const auto [keys, values, queries, scores, fresh, state_memory] = parts;
+  const int64_t token = a.cu_q_lens[tile.seq] + tile.first_query;
+  for (int64_t i = 0; i < tile.num_queries; ++i) {
+    const float* q = a.q + ((token + i) * a.num_q_heads + tile.head * group) * a.k_dim;
+    for (int64_t d = 0; d < group * a.k_dim; ++d) queries[i * group * a.k_dim + d] = q[d] * a.scale;
+  }
+  const Partial state = Partial::at(state_memory, num_rows);
+  if (partials == nullptr) start(a, tile, state);
+
+  // As many rows at a time as registers hold, in equal parts.
+  const int64_t num_parts = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t last_position = tile.first_position + tile.num_queries - 1;
+  for (int64_t block = first_block; block < end_block; ++block) {
+    const int64_t base = block * block_keys;
+    lay_out(a, tile, block, std::max<int64_t>(0, a.since(tile.first_position) - base),
+            std::min(block_keys, last_position + 1 - base), keys, values);
+    for (int64_t part = 0; part < num_parts; ++part) {
+      const int64_t row = part * num_rows / num_parts;
+      const int m = static_cast<int>((part + 1) * num_rows / num_parts - row);
+      const auto position = [&](int64_t r) { return tile.first_position + r / group; };
+      // Keys of the block that some of these rows see.
+      const int64_t first = std::max<int64_t>(0, a.since(position(row)) - base);
+      const int64_t stop = std::min(block_keys, position(row + m - 1) + 1 - base);
+      Partial made = Partial::at(fresh, kTileRows);
+      if (partials != nullptr) {
+        made = Partial::at(partials + (block - tile.first_block) * Partial::size(a, num_rows), num_rows);
+        made = {made.largest + row, made.sum + row, made.out + row * v_width};
+      }
+      if (first >= stop) {
+        std::fill_n(made.sum, m, 0.0f);
+        continue;
+      }
+      const int64_t vector = first / kLanes, num_vectors = whole_vectors(stop) - vector;
+      const int64_t skipped = vector * kLanes;
+      kMultiply[m](queries + row * a.k_dim, a.k_dim, keys + skipped, block_keys, a.k_dim, scores + skipped,
+                   block_keys, num_vectors);
+      for (int r = 0; r < m; ++r) {
+        const int64_t p = position(row + r);
+        soften(scores + r * block_keys + skipped, num_vectors, std::max<int64_t>(0, a.since(p) - base) - skipped,
+               std::min(block_keys, p + 1 - base) - skipped, a.soft_cap, made.largest[r], made.sum[r]);
+      }
+      kMultiply[m](scores + first, block_keys, values + first * v_width, v_width, stop - first, made.out, v_width,
+                   v_width / kLanes);
+      if (partials != nullptr) continue;
+      for (int r = 0; r < m; ++r) {
+        join(state.largest[row + r], state.sum[row + r], state.out + (row + r) * v_width, made.largest[r],
+             made.sum[r], made.out + r * v_width, v_width);
+      }
+    }
+  }
+  if (partials == nullptr) finish(a, tile, state);
+}
+
+// Joins what the blocks of a tile made, in their order, and writes the output.
+inline void join_blocks(const Attention& a, const Tile& tile, float* partials, Scratch& scratch) {
+  const int64_t num_rows = tile.num_rows(a), v_width = a.v_width();
+  float* parts[1];
+  scratch.divide({Partial::size(a, num_rows)}, parts);
+  const Partial state = Partial::at(parts[0], num_rows);
+  start(a, tile, state);
+  for (int64_t block = tile.first_block; block < tile.end_block; ++block) {
+    const Partial made = Partial::at(partials, num_rows);
+    partials += Partial::size(a, num_rows);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      join(state.largest[r], state.sum[r], state.out + r * v_width, made.largest[r], made.sum[r],
+           made.out + r * v_width, v_width);
+    }
+  }
+  finish(a, tile, state);
+}
+
+}  // namespace jaxserve
