@@ -1,7 +1,7 @@
-"""A step's inputs, packed into two host arrays so that little crosses to the device, and their unpacking.
+"""A step's inputs, packed into one host array so that little crosses to the device, and their unpacking.
 
-ints  int32   [num_rows, INT_COLUMNS + pages_per_seq]
-floats float32 [num_rows, FLOAT_COLUMNS]
+int32 [num_rows, COLUMNS + pages_per_seq]: lengths and parameters, floats by their bits, then the row's pages.
+Rows that sample come first.
 
 Token ids are not among them: the step reads them from the token table on the device, where a prompt was put
 when its request got a slot and where every sampled token is put by the step that sampled it. That is what
@@ -10,6 +10,7 @@ lets the host schedule a step before it has seen the previous one's tokens.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,25 +18,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.request import Request
 from jaxserve.sampler import SamplingInputs
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import SchedulerOutput
+from jaxserve.scheduler import ScheduledRequest
 
+# Those of the step itself first; the others are a request's own and act where a row samples.
 _INTS = (
     "slot",
     "kv_len",
     "q_len",
     "samples",
-    "top_k",
+    "has_bias",
+    "num_prompt",
     "seed_high",
     "seed_low",
-    "num_prompt",
-    "has_bias",
+    "top_k",
     "logprobs",
 )
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-INT_COLUMNS = len(_INTS)
-FLOAT_COLUMNS = len(_FLOATS)
+_STEP_COLUMNS = _INTS.index("num_prompt")
+COLUMNS = len(_INTS) + len(_FLOATS)
+_PLAIN_FLOATS = np.array([0, 1, 0, 0, 0, 1], np.float32)  # greedy, nothing filtered, nothing penalised
 
 
 @dataclass(frozen=True, order=True)
@@ -53,7 +57,7 @@ class Bucket:
 
 
 class StepInputs(NamedTuple):
-    """The packed arrays taken apart, on the device."""
+    """The packed array taken apart, on the device."""
 
     slot: jax.Array  # int32 [num_rows]
     kv_lens: jax.Array  # int32 [num_rows]: tokens after this step
@@ -64,45 +68,65 @@ class StepInputs(NamedTuple):
 
 
 class BatchPacker:
-    """Writes scheduled requests into numpy arrays of a bucket's shape."""
+    """Writes scheduled requests into an array of a bucket's shape.
+
+    What stays the same while a request has its slot is kept; of its pages only new ones are written.
+    """
 
     def __init__(self, pages_per_seq: int, num_slots: int) -> None:
         self.pages_per_seq = pages_per_seq
         self.num_slots = num_slots
+        self._plain = np.zeros(COLUMNS + pages_per_seq, np.int32)  # a row without tokens, in the dummy slot
+        self._plain[0] = num_slots
+        self._plain[len(_INTS) : COLUMNS] = _PLAIN_FLOATS.view(np.int32)
+        self._of_slot = np.tile(self._plain, (num_slots, 1))
+        self._num_pages = [0] * num_slots  # of each slot, that have been written
 
-    def empty(self, bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
-        """ints and floats of rows without tokens, in the dummy slot."""
-        ints = np.zeros((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), np.int32)
-        floats = np.zeros((bucket.num_rows, FLOAT_COLUMNS), np.float32)
-        ints[:, 0] = self.num_slots
-        floats[:, 1] = floats[:, 5] = 1.0  # top_p and repetition penalty: off
-        return ints, floats
+    def empty(self, bucket: Bucket) -> np.ndarray:
+        """Rows without tokens, in the dummy slot."""
+        return np.tile(self._plain, (bucket.num_rows, 1))
 
     def pack(
-        self, output: SchedulerOutput, bucket: Bucket, biased_slots: set[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """ints and floats of the step; rows past the scheduled ones are empty."""
-        ints, floats = self.empty(bucket)
-        for row, item in enumerate(output.scheduled):
-            request, params = item.request, item.request.params
-            assert request.slot is not None
-            seed = request.seed & 0xFFFFFFFFFFFFFFFF
-            ints[row, :INT_COLUMNS] = (
-                request.slot,
-                item.num_computed_tokens + item.num_scheduled_tokens,
-                item.num_scheduled_tokens,
-                item.samples,
-                params.top_k,
-                _signed(seed >> 32),
-                _signed(seed & 0xFFFFFFFF),
-                request.num_prompt_tokens,
-                request.slot in biased_slots,
-                params.logprobs is not None,
-            )
-            pages = request.page_ids
-            ints[row, INT_COLUMNS : INT_COLUMNS + len(pages)] = pages
-            floats[row] = sampling_floats(params)
-        return ints, floats
+        self, scheduled: Sequence[ScheduledRequest], bucket: Bucket, biased_slots: Container[int]
+    ) -> np.ndarray:
+        """The step's array; rows past the scheduled ones, in this order, are empty."""
+        slots, lens = [], []
+        for item in scheduled:
+            request = item.request
+            slot, pages = request.slot, request.page_ids
+            assert slot is not None
+            if item.upload:
+                self._begin(slot, request)
+            known = self._num_pages[slot]
+            if len(pages) > known:
+                self._of_slot[slot, COLUMNS + known : COLUMNS + len(pages)] = pages[known:]
+                self._num_pages[slot] = len(pages)
+            slots.append(slot)
+            count = item.num_scheduled_tokens
+            lens.append((slot, item.num_computed_tokens + count, count, item.samples, slot in biased_slots))
+        packed = self.empty(bucket)
+        packed[: len(slots)] = self._of_slot[slots]
+        packed[: len(slots), :_STEP_COLUMNS] = lens
+        num_sampling = sum(item.samples for item in scheduled)
+        # A row that does not sample asks for nothing.
+        packed[num_sampling:, _STEP_COLUMNS - 1 : COLUMNS] = self._plain[_STEP_COLUMNS - 1 : COLUMNS]
+        return packed
+
+    def _begin(self, slot: int, request: Request) -> None:
+        """Write what a slot's new request keeps."""
+        params = request.params
+        row = self._of_slot[slot]
+        row[:] = 0
+        seed = request.seed & 0xFFFFFFFFFFFFFFFF
+        row[_STEP_COLUMNS : len(_INTS)] = (
+            request.num_prompt_tokens,
+            _signed(seed >> 32),
+            _signed(seed & 0xFFFFFFFF),
+            params.top_k,
+            params.logprobs is not None,
+        )
+        row[len(_INTS) : COLUMNS] = np.array(sampling_floats(params), np.float32).view(np.int32)
+        self._num_pages[slot] = 0
 
 
 def sampling_floats(params: SamplingParams) -> tuple[float, ...]:
@@ -121,9 +145,10 @@ def _signed(half: int) -> int:
     return half - (1 << 32) if half >= 1 << 31 else half
 
 
-def unpack(ints: jax.Array, floats: jax.Array) -> StepInputs:
+def unpack(packed: jax.Array) -> StepInputs:
     """Inside the step: columns to named arrays."""
-    column = {name: ints[:, i] for i, name in enumerate(_INTS)}
+    column = {name: packed[:, i] for i, name in enumerate(_INTS)}
+    floats = jax.lax.bitcast_convert_type(packed[:, len(_INTS) : COLUMNS], jnp.float32)
     real = {name: floats[:, i] for i, name in enumerate(_FLOATS)}
     q_lens = column["q_len"]
     cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
@@ -147,6 +172,6 @@ def unpack(ints: jax.Array, floats: jax.Array) -> StepInputs:
         kv_lens=column["kv_len"],
         cu_q_lens=cu_q_lens,
         samples=column["samples"] != 0,
-        page_indices=ints[:, INT_COLUMNS:],
+        page_indices=packed[:, COLUMNS:],
         sampling=sampling,
     )

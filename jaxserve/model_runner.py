@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.batch import INT_COLUMNS, BatchPacker, Bucket
+from jaxserve.batch import COLUMNS, BatchPacker, Bucket
 from jaxserve.compilation import Program, ProgramTable
 from jaxserve.kv_pool import PoolSpec
 from jaxserve.limits import SchedulerConfig
@@ -160,12 +160,12 @@ class ModelRunner:
         if unused is None:
             return False
         bucket, program = unused
-        ints, floats = self.packer.empty(bucket)
+        packed = self.packer.empty(bucket)
         # One row of several tokens where the bucket allows it, one of one: both kinds of attention run.
         q_lens = [1] if bucket.decode_only else [min(2, bucket.num_tokens), 1][: bucket.num_rows]
         for row, q_len in enumerate(q_lens):
-            ints[row, 1:3] = q_len, q_len
-        jax.block_until_ready(self._run(program, ints, floats))
+            packed[row, 1:3] = q_len, q_len
+        jax.block_until_ready(self._run(program, packed))
         return True
 
     def _compile_upload(self, table: Aval) -> Program:
@@ -208,14 +208,15 @@ class ModelRunner:
             self._put_bias(item.request, item.upload)
         decode_only = all(item.num_scheduled_tokens == 1 for item in output.scheduled)
         bucket, program = self.programs.choose(output.num_tokens, len(output.scheduled), decode_only)
-        ints, floats = self.packer.pack(output, bucket, set(self._biased))
-        hidden, sampled = self._run(program, ints, floats)
+        # The step computes logits for its first rows, as many as sample.
+        output.scheduled.sort(key=lambda item: not item.samples)
+        hidden, sampled = self._run(program, self.packer.pack(output.scheduled, bucket, self._biased))
         scores = self._score(output, bucket, hidden)
         return StepHandle(output, sampled, scores, *self._pool(output, bucket, hidden))
 
-    def _run(self, program: Program, ints: np.ndarray, floats: np.ndarray) -> tuple[jax.Array, Sampled]:
+    def _run(self, program: Program, packed: np.ndarray) -> tuple[jax.Array, Sampled]:
         self._kv_pool, self._tokens, hidden, sampled = program(
-            self.weights, self._kv_pool, self._tokens, self._bias, ints, floats
+            self.weights, self._kv_pool, self._tokens, self._bias, packed
         )
         return hidden, sampled
 
@@ -291,11 +292,11 @@ class ModelRunner:
         for start in range(0, len(token_ids), self.limits.max_num_batched_tokens):
             count = min(len(token_ids) - start, self.limits.max_num_batched_tokens)
             bucket, program = self.programs.choose(count, 1, count == 1)
-            ints, floats = self.packer.empty(bucket)
-            ints[0, 1:3] = start + count, count
-            ints[0, INT_COLUMNS : INT_COLUMNS + len(pages)] = pages
+            packed = self.packer.empty(bucket)
+            packed[0, 1:3] = start + count, count
+            packed[0, COLUMNS : COLUMNS + len(pages)] = pages
             self._kv_pool, self._tokens, hidden, _ = program(
-                weights, self._kv_pool, self._tokens, self._bias, ints, floats
+                weights, self._kv_pool, self._tokens, self._bias, packed
             )
             # The dummy slot's first token was overwritten by rows that do not sample.
             self._tokens = self._upload_tokens(self._tokens, np.int32(self.num_slots), row)

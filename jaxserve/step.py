@@ -1,6 +1,6 @@
 """One step of the engine as a pure function: embed, layers, select rows, sample.
 
-    step(weights, kv_pool, token_table, bias_table, ints, floats)
+    step(weights, kv_pool, token_table, bias_table, packed)
         -> (kv_pool, token_table, hidden, Sampled)
 
 The pool and the token table are donated and come back; the weights travel as a flat tuple of leaves, because
@@ -58,11 +58,10 @@ def make_step(spec: StepSpec, bucket: Bucket) -> Callable[..., Any]:
         kv_pool: jax.Array,  # [num_layers, num_pages, num_pool_heads, page_size, row_dim]
         token_table: jax.Array,  # int32 [num_slots + 1, max_model_len]
         bias_table: jax.Array,  # float32 [num_slots + 1, vocab]
-        ints: jax.Array,  # int32 [num_rows, INT_COLUMNS + pages_per_seq]
-        floats: jax.Array,  # float32 [num_rows, FLOAT_COLUMNS]
+        packed: jax.Array,  # int32 [num_rows, COLUMNS + pages_per_seq]
     ) -> tuple[jax.Array, jax.Array, jax.Array, Sampled]:
         model = spec.merge(weights)
-        inputs = unpack(ints, floats)
+        inputs = unpack(packed)
         row, positions = _locate(inputs, bucket)
         token_ids = token_table[inputs.slot[row], positions]  # [num_tokens]
         attend = _attend(spec, bucket, inputs)

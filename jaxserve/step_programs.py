@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.batch import FLOAT_COLUMNS, INT_COLUMNS, Bucket
+from jaxserve.batch import COLUMNS, Bucket
 from jaxserve.compilation import bucket_ladders
 from jaxserve.errors import ConfigError
 from jaxserve.kv_pool import PoolSpec
@@ -61,8 +61,7 @@ class StepPrograms:
                     self.kv_pool,
                     self.tokens,
                     self.bias,
-                    self.host_aval((bucket.num_rows, INT_COLUMNS + self.pages_per_seq), jnp.int32),
-                    self.host_aval((bucket.num_rows, FLOAT_COLUMNS), jnp.float32),
+                    self.host_aval((bucket.num_rows, COLUMNS + self.pages_per_seq), jnp.int32),
                 )
             except NotImplementedError as error:
                 raise ConfigError(f"attention_implementation: {error}") from error
