@@ -18,7 +18,7 @@ from jaxserve.sharding import head_sharding, num_pool_heads, platform_of
 from jaxserve.skeleton import ModelSkeleton
 from jaxserve.step import StepSpec
 from pallas_kernels.pool_layout import row_dim
-from pallas_kernels.support import resolve
+from pallas_kernels.support import SUPPORT, resolve
 
 _UTILIZATION = 0.9  # of an accelerator's memory
 _CPU_UTILIZATION = 0.05  # of the machine's, for the pool alone
@@ -40,6 +40,15 @@ def choose_dtype(args: EngineArgs, platform: str) -> np.dtype:
     return np.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
 
 
+def choose_kv_dtype(args: EngineArgs, dtype: np.dtype, *, is_packed: bool = False) -> np.dtype:
+    """Of keys and values in the pool; `is_packed`: beside packed weights, on a CPU with native kernels."""
+    if args.kv_cache_dtype != "auto":
+        return np.dtype(jnp.dtype(args.kv_cache_dtype))
+    # Half the bytes of attention, where its kernel reads them as they are.
+    has_kernel = "cpu" in SUPPORT["ragged_paged_attention"]["cpu"]
+    return np.dtype(jnp.bfloat16) if is_packed and has_kernel else dtype
+
+
 def choose_num_seqs(args: EngineArgs, platform: str) -> int:
     return args.max_num_seqs or (32 if platform == "cpu" else 256)
 
@@ -50,7 +59,7 @@ def choose_utilization(args: EngineArgs, platform: str) -> float:
 
 
 def choose_limits(
-    args: EngineArgs, config: ModelConfig, dtype: np.dtype, mesh: Mesh, budget_bytes: int
+    args: EngineArgs, config: ModelConfig, kv_dtype: np.dtype, mesh: Mesh, budget_bytes: int
 ) -> tuple[SchedulerConfig, PoolSpec]:
     """The scheduler's limits and the pool. `budget_bytes`: of the pool over all devices.
 
@@ -64,7 +73,6 @@ def choose_limits(
             f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
             f"{config.max_position_embeddings}"
         )
-    kv_dtype = dtype if args.kv_cache_dtype == "auto" else np.dtype(jnp.dtype(args.kv_cache_dtype))
     axis = head_sharding(config, mesh).axis
     heads = num_pool_heads(config, mesh) // (mesh.shape[axis] if axis else 1)
     token_bytes = heads * row_dim(2 * config.head_dim, platform) * kv_dtype.itemsize

@@ -66,11 +66,15 @@ class EngineArgs:
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = _arg(
-        "auto", "auto and none: packed weights are expanded to --dtype at load", choices=("auto", "none")
+        "auto",
+        "weights in memory: auto keeps those of 4 or 8 bits packed on a CPU; none expands them to --dtype, "
+        "exact; int8 quantises all at load",
+        choices=("auto", "none", "int8"),
     )
     kv_cache_dtype: str = _arg(
         "auto",
-        "keys and values in the pool: auto is --dtype; float8_e4m3fn holds twice the tokens, unscaled",
+        "keys and values in the pool: auto is --dtype, or bfloat16 beside packed weights; "
+        "float8_e4m3fn holds twice the tokens, unscaled",
         choices=("auto", "float32", "bfloat16", "float8_e4m3fn"),
     )
     enable_prefix_caching: bool = _arg(True, "compute a prefix that requests share once")

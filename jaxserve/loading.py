@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import Mesh
 from jaxserve.capacity import (
     choose_attention,
     choose_dtype,
+    choose_kv_dtype,
     choose_limits,
     choose_utilization,
     make_spec,
@@ -32,6 +34,7 @@ from jaxserve.model_runner import ModelRunner
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_by_name, family_of, read_model
 from jaxserve.pacing import StepPacer
+from jaxserve.packing import Machine, choose_packing
 from jaxserve.pooling import Pooling, pooling_of
 from jaxserve.profiling import StepProfiler
 from jaxserve.sampling_params import SamplingParams
@@ -41,6 +44,7 @@ from jaxserve.step import Weights
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import ModelSkeleton, build_skeleton, check_tensors, load_weights, weights_from
 from jaxserve_checkpoints import Checkpoint, open_checkpoint, resolve_model
+from pallas_kernels import native
 from pallas_kernels.chips import chip_of_device_kind
 
 log = logging.getLogger("jaxserve")
@@ -72,24 +76,32 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     profiler = StepProfiler(Path(args.profile), args.profile_steps, report) if args.profile else None
     devices = _devices(args.platform)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
-    chip = chip_of_device_kind(devices[0].device_kind)
-    implementation = choose_attention(args, platform, chip)
     cache = Path(args.compilation_cache_dir) if args.compilation_cache_dir else cache_directory() / "xla"
     use_compilation_cache(cache)
 
-    checkpoint = None
-    if live is None:
-        checkpoint = open_checkpoint(resolve_model(args.model, args.revision))
-        family, config = read_model(checkpoint)
-    else:
-        family, config = _live_config(live)
-    dtype = choose_dtype(args, platform)
-    mesh = make_mesh(devices, args.tensor_parallel_size)
-    limits, pool = choose_limits(args, config, dtype, mesh, _budget(args, config, dtype, mesh))
-    skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len)
+    with ThreadPoolExecutor(1, thread_name_prefix="native") as beside:  # a first start compiles there
+        machine = beside.submit(_machine, devices[0], platform, args.tensor_parallel_size)
+        checkpoint = None
+        if live is None:
+            checkpoint = open_checkpoint(resolve_model(args.model, args.revision))
+            family, config = read_model(checkpoint)
+        else:
+            family, config = _live_config(live)
+        dtype = choose_dtype(args, platform)
+        mesh = make_mesh(devices, args.tensor_parallel_size)
+        tokenizer = _tokenizer(args, live, checkpoint)
+    chip = machine.result().chip
+    implementation = choose_attention(args, platform, chip)
+    packing, lines = choose_packing(
+        args.quantization, machine.result(), family, config, checkpoint, str(dtype)
+    )
+    for line in lines:
+        report(line)
+    kv_dtype = choose_kv_dtype(args, dtype, is_packed=packing is not None and chip is not None)
+    limits, pool = choose_limits(args, config, kv_dtype, mesh, _budget(args, config, dtype, mesh))
+    skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len, packing=packing)
 
     name = args.model if live is None else "live"
-    tokenizer = _tokenizer(args, live, checkpoint)
     has_own_size = args.num_pages is not None or args.kv_cache_memory is not None
     engine_config = EngineConfig(
         model_name=name,
@@ -135,11 +147,9 @@ def _fill(
     runner.weights = _weights(checkpoint, live, skeleton, report)
     report(
         f"{args.model if live is None else 'live'}: {skeleton.config.num_parameters / 1e6:.1f}M parameters, "
-        f"{skeleton.num_bytes / 1e6:,.0f} MB, {skeleton.leaves[0].dtype}, {runner.spec.platform} x "
+        f"{skeleton.num_bytes / 1e6:,.0f} MB, {skeleton.dtype}, {runner.spec.platform} x "
         f"{runner.spec.mesh.size}, read in {time.perf_counter() - started:.1f} s"
     )
-    if checkpoint is not None and checkpoint.format == "gguf" and args.quantization == "auto":
-        report(f"quantization auto: packed weights are expanded to {skeleton.leaves[0].dtype}")
     report(
         f"KV pool: {pool.num_pages - 1} pages of {pool.page_size} tokens = {pool.num_tokens:,} tokens, "
         f"{pool.num_bytes / 1e6:,.0f} MB; context {limits.max_model_len}, "
@@ -150,6 +160,13 @@ def _fill(
         f"{runner.num_compilations} programs compiled or read from the cache "
         f"in {runner.programs.seconds:.1f} s"
     )
+
+
+def _machine(device: jax.Device, platform: str, num_devices: int) -> Machine:
+    """Finds, or compiles, the native kernels of a CPU."""
+    if platform != "cpu":
+        return Machine(platform, num_devices, chip_of_device_kind(device.device_kind), "")
+    return Machine(platform, num_devices, *native.find(cache_directory() / "native"))
 
 
 def _devices(platform: str | None) -> list[jax.Device]:

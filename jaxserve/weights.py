@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxserve.errors import ConfigError
+from jaxserve.packing import INT8
 from jaxserve.skeleton import ROPE_PATH, Leaf, ModelSkeleton, Row, build_skeleton, row_sharding
 from jaxserve.step import Weights
 from jaxserve_checkpoints import Checkpoint, CheckpointError, TensorRef
+from pallas_kernels.packed_matmul import PackedWeight, dequantize, pack, pack4, quantize_int8
 
 __all__ = [
     "ROPE_PATH",
@@ -63,7 +66,7 @@ def check_tensors(checkpoint: Checkpoint, skeleton: ModelSkeleton) -> dict[str, 
         )
     refs = {name: checkpoint.tensors[n] for name, n in in_file.items()}
     for leaf in skeleton.leaves:
-        for row in skeleton.rows.get(leaf.path, ()):
+        for row in skeleton.rows.get(leaf.parameter, ()):
             expected = skeleton.file_shape(leaf, row)
             for ref in (refs[name] for name in row.names):
                 if ref.shape != expected:
@@ -76,7 +79,7 @@ def check_tensors(checkpoint: Checkpoint, skeleton: ModelSkeleton) -> dict[str, 
 def load_weights(
     checkpoint: Checkpoint, skeleton: ModelSkeleton, progress: Progress | None = None
 ) -> Weights:
-    """Read every tensor to its shard, two leaves at a time. Raises CheckpointError (see `check_tensors`).
+    """Read every tensor to its shard, two parameters at a time. Raises CheckpointError (see `check_tensors`).
 
     The host holds a tensor of each, or all experts of a layer's.
     """
@@ -89,10 +92,35 @@ def load_weights(
         value = ref.read()
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise CheckpointError(f"{ref.file}: tensor {ref.name} holds {value.dtype}, expected floats")
+        return ordered(name, value)
+
+    def ordered(name: str, value: np.ndarray) -> np.ndarray:
+        """A tensor, or the values or scales of its rows, as Hugging Face files order them."""
         return value if gguf is None else gguf.value(name, value, skeleton.config)
 
-    def read_row(leaf: Leaf, row: Row) -> np.ndarray:
+    def count(names: Sequence[str]) -> None:
         nonlocal done
+        with lock:
+            done += len(names)
+            if progress is not None:
+                progress(done, total)
+
+    def read_packed(leaf: Leaf, row: Row) -> PackedWeight:
+        assert leaf.packed is not None
+        (name,) = row.names
+        ref, form = refs[name], leaf.packed.form
+        if ref.packing is not None and (ref.packing.bits, ref.packing.has_mins) == form:
+            values, scales, mins = ref.packed()
+            mins = None if mins is None else ordered(name, mins)
+            weight = (pack4 if form.bits == 4 else pack)(ordered(name, values), ordered(name, scales), mins)
+        else:
+            weight = _quantized(read(name))
+            if not np.isfinite(weight.scales).all():
+                raise CheckpointError(f"{ref.file}: tensor {ref.name} holds values too large for int8")
+        count(row.names)
+        return weight
+
+    def read_row(leaf: Leaf, row: Row) -> np.ndarray:
         if row.of_experts:
             shape = leaf.shape if row.layer is None else leaf.shape[1:]
             value = np.empty(shape, leaf.dtype)
@@ -100,21 +128,51 @@ def load_weights(
                 value[e] = _as_leaf(leaf, read(name))
         else:
             value = _as_leaf(leaf, read(row.names[0])).astype(leaf.dtype, copy=False)
-        with lock:
-            done += len(row.names)
-            if progress is not None:
-                progress(done, total)
+        count(row.names)
         return value
 
-    def load(leaf: Leaf) -> jax.Array:
+    def load(leaves: Sequence[Leaf]) -> list[jax.Array]:
+        leaf = leaves[0]
         if leaf.path == ROPE_PATH:
             factors = checkpoint.tensors.get(gguf.rope_factors or "") if gguf is not None else None
             value = rope_leaf(skeleton, None if factors is None else factors.read())
-            return jax.device_put(value, leaf.sharding)
-        return _fill(leaf, [functools.partial(read_row, leaf, row) for row in skeleton.rows[leaf.path]])
+            return [jax.device_put(value, leaf.sharding)]
+        rows = skeleton.rows[leaf.parameter]
+        if leaf.packed is not None:
+            return _fill_packed(leaves, [functools.partial(read_packed, leaf, row) for row in rows])
+        return [_fill(leaf, [functools.partial(read_row, leaf, row) for row in rows])]
 
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="load") as pool:
-        return tuple(pool.map(load, skeleton.leaves))
+        return tuple(itertools.chain.from_iterable(pool.map(load, _by_parameter(skeleton))))
+
+
+def _by_parameter(skeleton: ModelSkeleton) -> list[list[Leaf]]:
+    """The leaves in order, those of a packed matrix together."""
+    return [list(leaves) for _, leaves in itertools.groupby(skeleton.leaves, lambda leaf: leaf.parameter)]
+
+
+def _quantized(value: np.ndarray) -> PackedWeight:
+    """Scales are not finite where values are too large."""
+    with np.errstate(all="ignore"):
+        return quantize_int8(value)
+
+
+def _fill_packed(leaves: Sequence[Leaf], rows: Sequence[Callable[[], PackedWeight]]) -> list[jax.Array]:
+    """The arrays of a packed matrix, from its one weight or from one for each layer."""
+    arrays = {str(leaf.path[-1]): _aligned(leaf.shape, leaf.dtype) for leaf in leaves}
+    for i, row in enumerate(rows):
+        weight = row()._asdict()
+        for name, array in arrays.items():
+            array[i if _is_stacked(leaves[0]) else ...] = weight[name]
+    return [jax.device_put(arrays[str(leaf.path[-1])], leaf.sharding) for leaf in leaves]
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array on a border of 64 bytes: JAX then uses its memory and makes no copy."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    room = np.empty(num_bytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _as_leaf(leaf: Leaf, value: Any) -> Any:
@@ -184,51 +242,77 @@ def weights_from(model: Any, skeleton: ModelSkeleton) -> Weights:
             f"model must be an nnx.Module, an nnx.State or named arrays, got {type(model).__name__}"
         )
 
-    def place(leaf: Leaf) -> jax.Array:
+    def place(leaves: Sequence[Leaf]) -> list[jax.Array]:
+        leaf = leaves[0]
         if leaf.path == ROPE_PATH:
-            return jax.device_put(rope_leaf(skeleton, None), leaf.sharding)
-        if leaf.path in by_path:
+            return [jax.device_put(rope_leaf(skeleton, None), leaf.sharding)]
+        rows, whole = skeleton.rows[leaf.parameter], by_path.get(leaf.parameter)
+        if leaf.packed is not None:
+            return _fill_packed(leaves, [functools.partial(row_packed, leaf, row, whole) for row in rows])
+        if whole is not None:
             label = ".".join(str(part) for part in leaf.path)
-            return jax.device_put(_checked(leaf, leaf.shape, label, by_path[leaf.path]), leaf.sharding)
+            return [jax.device_put(_checked(skeleton, leaf.shape, label, whole), leaf.sharding)]
 
         def row_value(row: Row) -> Any:
             shape = leaf.shape if row.layer is None else leaf.shape[1:]
-            return _checked(leaf, shape, row.label, find(leaf, row))
+            return _checked(skeleton, shape, row.label, find(leaf, row))
 
-        return _fill(leaf, [functools.partial(row_value, row) for row in skeleton.rows[leaf.path]])
+        return [_fill(leaf, [functools.partial(row_value, row) for row in rows])]
 
-    return tuple(place(leaf) for leaf in skeleton.leaves)
+    def row_packed(leaf: Leaf, row: Row, whole: Any) -> PackedWeight:
+        if leaf.packed is None or leaf.packed.form != INT8:
+            raise ConfigError(
+                f"parameter {row.label} is kept in the checkpoint's packed form, which live weights do not "
+                "have: load with quantization none or int8"
+            )
+        if whole is not None and row.layer is not None:
+            whole = whole[row.layer]
+        value = find(leaf, row) if whole is None else whole
+        value = _checked(skeleton, skeleton.file_shape(leaf, row), row.label, value)
+        weight = _quantized(np.asarray(value, np.float32))
+        if not np.isfinite(weight.scales).all():
+            raise ConfigError(f"parameter {row.label} holds values too large for int8")
+        return weight
+
+    return tuple(itertools.chain.from_iterable(place(leaves) for leaves in _by_parameter(skeleton)))
 
 
-def _checked(leaf: Leaf, shape: tuple[int, ...], label: str, value: Any) -> Any:
-    """A live value of the leaf's type. Raises ConfigError that names the parameter which does not fit."""
+def _checked(skeleton: ModelSkeleton, shape: tuple[int, ...], label: str, value: Any) -> Any:
+    """A live value of the model's type. Raises ConfigError that names the parameter which does not fit."""
     if value is None:
         raise ConfigError(f"parameter {label} is missing")
     if value.shape != shape:
         raise ConfigError(f"parameter {label} has shape {value.shape}, expected {shape}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ConfigError(f"parameter {label} holds {value.dtype}, expected floats")
-    return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
+    return value if value.dtype == skeleton.dtype else value.astype(skeleton.dtype)
 
 
 class NamedArrays(Mapping[str, jax.Array]):
     """Hugging Face tensor names to the live arrays.
 
     Where a leaf holds several tensors, each is sliced out when it is asked for: all at once would take as
-    much memory again.
+    much memory again. So are packed ones, which are dequantised.
     """
 
     def __init__(self, weights: Weights, skeleton: ModelSkeleton) -> None:
-        self._found: dict[str, tuple[jax.Array, Leaf, tuple[int, ...]]] = {}
-        for leaf, array in zip(skeleton.leaves, weights, strict=True):
-            for row in skeleton.rows.get(leaf.path, ()):
+        self._found: dict[str, tuple[list[jax.Array], list[Leaf], tuple[int, ...]]] = {}
+        self._dtype = skeleton.dtype
+        left = iter(weights)
+        for leaves in _by_parameter(skeleton):
+            arrays = list(itertools.islice(left, len(leaves)))
+            for row in skeleton.rows.get(leaves[0].parameter, ()):
                 layer = () if row.layer is None else (row.layer,)
                 for e, name in enumerate(row.names):
-                    self._found[name] = (array, leaf, (*layer, e) if row.of_experts else layer)
+                    self._found[name] = (arrays, leaves, (*layer, e) if row.of_experts else layer)
 
     def __getitem__(self, name: str) -> jax.Array:
-        array, leaf, index = self._found[name]
-        return _as_leaf(leaf, array[index] if index else array)
+        arrays, leaves, index = self._found[name]
+        own = [array[index] if index else array for array in arrays]
+        if (packed := leaves[0].packed) is None:
+            return _as_leaf(leaves[0], own[0])
+        parts = {str(leaf.path[-1]): array for leaf, array in zip(leaves, own, strict=True)}
+        return dequantize(PackedWeight(**parts), packed.out_size).astype(self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)

@@ -30,6 +30,11 @@ def run(values: Values) -> int:
     out.print(f"  host: {os.cpu_count()} cores{_memory()}")
     for device in jax.devices():
         out.print(f"  {device.platform}:{device.id} {device.device_kind}{_device_memory(device)}")
+    if jax.default_backend() == "cpu":
+        from jaxserve.loading import cache_directory
+        from pallas_kernels import native
+
+        out.print(f"  {native.find(cache_directory() / 'native')[1]}")
     out.print("environment", style="bold")
     variables = [name for name in sorted(os.environ) if name.startswith(("JAXSERVE_", "JAX_", "XLA_"))]
     for name in variables:

@@ -22,6 +22,7 @@ from jaxserve.batch import Bucket
 from jaxserve.capacity import (
     choose_attention,
     choose_dtype,
+    choose_kv_dtype,
     choose_limits,
     choose_num_seqs,
     make_spec,
@@ -318,7 +319,8 @@ class _Planner:
         return pool_budget(self.args, self.config, self.target.mesh, self.target.memory_bytes, taken)
 
     def _limits(self, budget: int, **changes: Any) -> tuple[SchedulerConfig, PoolSpec]:
-        return choose_limits(replace(self.args, **changes), self.config, self.dtype, self.target.mesh, budget)
+        kv_dtype = choose_kv_dtype(self.args, self.dtype)
+        return choose_limits(replace(self.args, **changes), self.config, kv_dtype, self.target.mesh, budget)
 
     def _skeleton(self, max_model_len: int) -> ModelSkeleton:
         return build_skeleton(self.family, self.config, self.dtype, self.target.mesh, max_model_len)

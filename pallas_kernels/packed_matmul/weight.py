@@ -60,17 +60,22 @@ def pack(values: np.ndarray, scales: np.ndarray, mins: np.ndarray | None = None)
         ValueError: shapes or dtypes that do not fit.
     """
     out, size = values.shape
-    steps = _filled(values).reshape(-1, OUTPUTS, size // INPUTS, INPUTS // 4, 4)
-    packed = np.ascontiguousarray(steps.transpose(0, 2, 3, 1, 4))  # [blocks, groups, steps, outputs, 4]
-    return _packed(packed, out, size, scales, mins)
+    steps = _filled(values).view(np.uint32).reshape(-1, OUTPUTS, size // INPUTS, INPUTS // 4)
+    return _packed(_outputs_last(steps), out, size, scales, mins)
 
 
 def pack4(values: np.ndarray, scales: np.ndarray, mins: np.ndarray | None = None) -> PackedWeight:
     """`pack` for 4 bits: values below 16."""
     out, size = values.shape
-    steps = _filled(values).reshape(-1, OUTPUTS, size // INPUTS, INPUTS // 8, 2, 4)
-    bytes_ = steps[..., 0, :] | (steps[..., 1, :] << 4)  # [blocks, outputs, groups, pairs of steps, 4]
-    return _packed(np.ascontiguousarray(bytes_.transpose(0, 2, 3, 1, 4)), out, size, scales, mins)
+    steps = _filled(values).view(np.uint32).reshape(-1, OUTPUTS, size // INPUTS, INPUTS // 8, 2)
+    # No bit crosses into another byte.
+    pairs = steps[..., 0] | (steps[..., 1] << 4)  # [blocks, outputs, groups, pairs of steps]
+    return _packed(_outputs_last(pairs), out, size, scales, mins)
+
+
+def _outputs_last(words: np.ndarray) -> np.ndarray:
+    """uint32 [blocks, outputs, groups, n] -> the bytes of [blocks, groups, n, outputs]."""
+    return np.ascontiguousarray(words.transpose(0, 2, 3, 1)).view(np.uint8)
 
 
 def _filled(values: np.ndarray) -> np.ndarray:
@@ -80,7 +85,8 @@ def _filled(values: np.ndarray) -> np.ndarray:
             f"values must be uint8 [out, in] with in a multiple of {INPUTS}, "
             f"got {values.dtype} {list(values.shape)}"
         )
-    return np.pad(values, ((0, -values.shape[0] % OUTPUTS), (0, 0)))
+    missing = -values.shape[0] % OUTPUTS
+    return np.pad(values, ((0, missing), (0, 0))) if missing else np.ascontiguousarray(values)
 
 
 def _packed(

@@ -84,7 +84,7 @@ def test_pages_on_an_accelerator_are_worth_a_copy(token_bytes: int, size: int) -
         ({"dtype": "float8"}, "dtype must be one of"),
         ({"page_size": 8, "block_size": 8}, "given twice"),
         ({"max_logprobs": 21}, "max_logprobs"),
-        ({"quantization": "int8"}, "quantization must be one of"),
+        ({"quantization": "int4"}, "quantization must be one of"),
     ],
 )
 def test_engine_arguments_that_cannot_work_are_named(values: dict[str, Any], message: str) -> None:
