@@ -17,8 +17,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -106,8 +106,14 @@ class Server:
     ready_path: str
 
     def run(self, levels: Sequence[Level], *, prefix_caching: bool, cache: Path, lazy: bool) -> Session:
-        port = _free_port()
         started = time.time()
+        with self.running(prefix_caching=prefix_caching, cache=cache, lazy=lazy) as (pid, url):
+            return asyncio.run(self._drive(pid, f"{url}/v1", levels, started))
+
+    @contextmanager
+    def running(self, *, prefix_caching: bool, cache: Path, lazy: bool) -> Iterator[tuple[int, str]]:
+        """The process id and the address of a server that is ready; it is stopped at the end."""
+        port = _free_port()
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(
                 self.command(port, prefix_caching, lazy),
@@ -117,7 +123,7 @@ class Server:
             )
             try:
                 self._wait(process, f"http://127.0.0.1:{port}{self.ready_path}")
-                return asyncio.run(self._drive(process.pid, f"http://127.0.0.1:{port}/v1", levels, started))
+                yield process.pid, f"http://127.0.0.1:{port}"
             except BaseException:
                 log.seek(0)
                 print(f"the log of {self.name}:\n{log.read()[-4000:]}", file=sys.stderr)

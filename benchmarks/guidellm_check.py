@@ -1,0 +1,178 @@
+"""guidellm, a public load generator, against `jaxserve serve`; then our own client with the same prompts.
+
+It gets an environment of its own, `.venvs/guidellm`, and the model's tokenizer as a local directory, so it asks
+no model hub. After guidellm has run to its end, the prompts that it made are sent again by the client of
+`jaxserve bench serve` at the same concurrency, and both measurements of the same load are set side by side.
+The server runs without a prefix cache, which would know the prompts the second time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from contestants import environment, jaxserve
+
+from jaxserve.bench.client import Target, base_url, new_session, send, served_models
+from jaxserve.bench.load import closed_loop
+from jaxserve.bench.measure import Summary
+from jaxserve.bench.serve import int_list
+from jaxserve.bench.trace import TraceItem
+from jaxserve.engine_args import DEFAULT_MODEL
+from jaxserve_checkpoints import open_checkpoint, resolve_model
+
+EXAMPLES = """\
+examples:
+  python benchmarks/guidellm_check.py                      starts a server; 1 and 8 at once, 24 requests each
+  TORCH=torch==2.13.0+cpu python benchmarks/guidellm_check.py          guidellm needs torch: without CUDA
+  python benchmarks/guidellm_check.py --url http://localhost:8000 --concurrency 32 --requests 64"""
+
+
+def write_tokenizer(model: Path, directory: Path) -> None:
+    """The model's tokenizer as transformers' AutoTokenizer reads it. Raises CheckpointError."""
+    assets = open_checkpoint(model).tokenizer()
+    if assets is None:
+        raise SystemExit(f"guidellm_check.py: error: {model} has no tokenizer")
+    assets.tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **assets.special_tokens_map}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def run_guidellm(args: argparse.Namespace, url: str, model: Path, folder: Path) -> list[dict[str, Any]]:
+    """Its benchmarks, one for each concurrency."""
+    write_tokenizer(model, folder)
+    python = environment("guidellm", "guidellm", os.environ.get("TORCH", "torch"))
+    streams = ",".join(f"streams[{i}]={count}" for i, count in enumerate(args.concurrency))
+    size = f"prompt_tokens={args.prompt_tokens},output_tokens={args.output_tokens}"
+    command = [str(python.parent / "guidellm"), "run", "--disable-console-interactive"]
+    command += ["--backend", f"kind=openai_http,target={url},request_format=/v1/completions"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={folder}"]
+    command += ["--data", f"kind=synthetic_text,{size}"]
+    command += ["--profile", f"kind=concurrent,{streams}"]
+    command += ["--constraint", f"kind=max_requests,count={args.requests}"]
+    command += ["--output", f"kind=json,path={folder / 'guidellm.json'}", "--output", "kind=console"]
+    print(" ".join(command), file=sys.stderr, flush=True)
+    subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    benchmarks: list[dict[str, Any]] = json.loads((folder / "guidellm.json").read_text())["benchmarks"]
+    return benchmarks
+
+
+def prompts_of(benchmark: dict[str, Any]) -> list[TraceItem]:
+    """What guidellm sent, in the order it sent it."""
+    sent = sorted(benchmark["requests"]["successful"], key=lambda request: request["request_start_time"])
+    bodies = [json.loads(request["request_args"])["body"] for request in sent]
+    return [TraceItem(body["prompt"], body["max_tokens"]) for body in bodies]
+
+
+def theirs(label: str, benchmark: dict[str, Any]) -> Summary:
+    """guidellm's figures under our names; its time_per_output_token has the first token in it, ours has not."""
+    metrics, totals = benchmark["metrics"], benchmark["metrics"]["request_totals"]
+
+    def at(name: str, rank: str) -> float:
+        return float(metrics[name]["successful"]["percentiles"][rank])
+
+    requests = benchmark["requests"]["successful"]
+    output = sum(request["output_tokens"] for request in requests)
+    total = sum(request["total_tokens"] for request in requests)
+    itl = "inter_token_latency_ms"  # of a request: its mean, which is our TPOT
+    return Summary(
+        label=label,
+        requests=totals["total"],
+        failed=totals["errored"] + totals["incomplete"],
+        short=sum(
+            r["output_tokens"] != json.loads(r["request_args"])["body"]["max_tokens"] for r in requests
+        ),
+        wall=benchmark["duration"],
+        output_rate=output / benchmark["duration"],
+        total_rate=total / benchmark["duration"],
+        ttft_p50=at("time_to_first_token_ms", "p50"),
+        ttft_p99=at("time_to_first_token_ms", "p99"),
+        tpot_p50=at(itl, "p50"),
+        tpot_p99=at(itl, "p99"),
+        itl_p50=float("nan"),
+        itl_p99=float("nan"),
+        goodput=None,
+    )
+
+
+async def replay(url: str, items: Sequence[TraceItem], concurrency: int) -> Summary:
+    async with new_session() as session:
+        target = Target(base_url(url), (await served_models(session, base_url(url)))[0])
+        records, wall = await closed_loop(partial(send, session, target), items, concurrency, lambda: None)
+    return Summary.of(f"{concurrency}", records, wall)
+
+
+def check(args: argparse.Namespace, url: str, model: Path) -> list[tuple[Summary, Summary]]:
+    """(guidellm's, ours) for each concurrency."""
+    with tempfile.TemporaryDirectory() as folder:
+        benchmarks = run_guidellm(args, url, model, Path(folder))
+    return [
+        (
+            theirs(str(concurrency), benchmark),
+            asyncio.run(replay(url, prompts_of(benchmark), concurrency)),
+        )
+        for concurrency, benchmark in zip(args.concurrency, benchmarks, strict=True)
+    ]
+
+
+def table(pairs: Sequence[tuple[Summary, Summary]]) -> str:
+    """Markdown; the last figure of a column is ours over guidellm's."""
+    columns = ("output_rate", "total_rate", "ttft_p50", "tpot_p50")
+    head = (
+        "at once",
+        "requests",
+        "failed",
+        "short",
+        "output tok/s",
+        "total tok/s",
+        "TTFT p50 ms",
+        "TPOT p50 ms",
+    )
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for a, b in pairs:
+        counts = [a.label, *(f"{x} / {y}" for x, y in ((a.requests, b.requests), (a.failed, b.failed)))]
+        figures = [(getattr(a, name), getattr(b, name)) for name in columns]
+        row = [*counts, f"{a.short} / {b.short}", *(f"{x:.1f} / {y:.1f} ({y / x:.3f})" for x, y in figures)]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(["guidellm / jaxserve bench (ratio):", "", *lines])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL}")
+    parser.add_argument("--url", help="a server that runs already, without a prefix cache, with --model")
+    parser.add_argument("--concurrency", type=int_list, default=[1, 8], metavar="N,N", help="1,8")
+    parser.add_argument("--requests", type=int, default=24, help="for each concurrency (24)")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="256")
+    parser.add_argument("--output-tokens", type=int, default=64, help="64")
+    parser.add_argument("--serve-args", default="", metavar="FLAGS", help="more flags of jaxserve serve")
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    model = Path(resolve_model(args.model))
+    if args.url:
+        pairs = check(args, args.url.rstrip("/").removesuffix("/v1"), model)
+    else:
+        server = jaxserve(model, args.serve_args.split())
+        with tempfile.TemporaryDirectory() as cache:
+            with server.running(prefix_caching=False, cache=Path(cache), lazy=False) as (_, url):
+                pairs = check(args, url, model)
+    print(table(pairs))
+    return 1 if any(s.failed or s.short for pair in pairs for s in pair) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
