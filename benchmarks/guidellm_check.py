@@ -1,7 +1,7 @@
 """guidellm, a public load generator, against `jaxserve serve`; then our own client with the same prompts.
 
-It gets an environment of its own, `.venvs/guidellm`, and the model's tokenizer as a local directory, so it asks
-no model hub. After guidellm has run to its end, the prompts that it made are sent again by the client of
+It gets an environment of its own, `.venvs/guidellm`, and the model's tokenizer as a local directory, so it
+asks no model hub. After guidellm has run to its end, the prompts that it made are sent again by the client of
 `jaxserve bench serve` at the same concurrency, and both measurements of the same load are set side by side.
 The server runs without a prefix cache, which would know the prompts the second time.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -66,40 +67,43 @@ def run_guidellm(args: argparse.Namespace, url: str, model: Path, folder: Path) 
     return benchmarks
 
 
+def in_order(benchmark: dict[str, Any]) -> list[dict[str, Any]]:
+    """The requests that were answered, in the order they were sent."""
+    return sorted(benchmark["requests"]["successful"], key=lambda request: request["request_start_time"])
+
+
 def prompts_of(benchmark: dict[str, Any]) -> list[TraceItem]:
-    """What guidellm sent, in the order it sent it."""
-    sent = sorted(benchmark["requests"]["successful"], key=lambda request: request["request_start_time"])
-    bodies = [json.loads(request["request_args"])["body"] for request in sent]
+    """What guidellm sent."""
+    bodies = [json.loads(request["request_args"])["body"] for request in in_order(benchmark)]
     return [TraceItem(body["prompt"], body["max_tokens"]) for body in bodies]
 
 
 def theirs(label: str, benchmark: dict[str, Any]) -> Summary:
-    """guidellm's figures under our names; its time_per_output_token has the first token in it, ours has not."""
-    metrics, totals = benchmark["metrics"], benchmark["metrics"]["request_totals"]
+    """guidellm's figures under our names. Its time_per_output_token counts the first token, ours does not."""
+    metrics, wall = benchmark["metrics"], benchmark["duration"]
+    totals = metrics["request_totals"]
+    made = [request["output_tokens"] for request in in_order(benchmark)]
+    wanted = [item.max_tokens for item in prompts_of(benchmark)]
+    total = sum(request["total_tokens"] for request in in_order(benchmark))
 
     def at(name: str, rank: str) -> float:
         return float(metrics[name]["successful"]["percentiles"][rank])
 
-    requests = benchmark["requests"]["successful"]
-    output = sum(request["output_tokens"] for request in requests)
-    total = sum(request["total_tokens"] for request in requests)
     itl = "inter_token_latency_ms"  # of a request: its mean, which is our TPOT
     return Summary(
         label=label,
         requests=totals["total"],
         failed=totals["errored"] + totals["incomplete"],
-        short=sum(
-            r["output_tokens"] != json.loads(r["request_args"])["body"]["max_tokens"] for r in requests
-        ),
-        wall=benchmark["duration"],
-        output_rate=output / benchmark["duration"],
-        total_rate=total / benchmark["duration"],
+        short=sum(have != want for have, want in zip(made, wanted, strict=True)),
+        wall=wall,
+        output_rate=sum(made) / wall,
+        total_rate=total / wall,
         ttft_p50=at("time_to_first_token_ms", "p50"),
         ttft_p99=at("time_to_first_token_ms", "p99"),
         tpot_p50=at(itl, "p50"),
         tpot_p99=at(itl, "p99"),
-        itl_p50=float("nan"),
-        itl_p99=float("nan"),
+        itl_p50=math.nan,
+        itl_p99=math.nan,
         goodput=None,
     )
 
@@ -125,18 +129,10 @@ def check(args: argparse.Namespace, url: str, model: Path) -> list[tuple[Summary
 
 
 def table(pairs: Sequence[tuple[Summary, Summary]]) -> str:
-    """Markdown; the last figure of a column is ours over guidellm's."""
+    """Markdown: guidellm's figure, ours, and ours over theirs."""
     columns = ("output_rate", "total_rate", "ttft_p50", "tpot_p50")
-    head = (
-        "at once",
-        "requests",
-        "failed",
-        "short",
-        "output tok/s",
-        "total tok/s",
-        "TTFT p50 ms",
-        "TPOT p50 ms",
-    )
+    head = ["at once", "requests", "failed", "short"]
+    head += ["output tok/s", "total tok/s", "TTFT p50 ms", "TPOT p50 ms"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for a, b in pairs:
         counts = [a.label, *(f"{x} / {y}" for x, y in ((a.requests, b.requests), (a.failed, b.failed)))]
@@ -167,9 +163,11 @@ def main() -> int:
         pairs = check(args, args.url.rstrip("/").removesuffix("/v1"), model)
     else:
         server = jaxserve(model, args.serve_args.split())
-        with tempfile.TemporaryDirectory() as cache:
-            with server.running(prefix_caching=False, cache=Path(cache), lazy=False) as (_, url):
-                pairs = check(args, url, model)
+        with (
+            tempfile.TemporaryDirectory() as cache,
+            server.running(prefix_caching=False, cache=Path(cache), lazy=False) as (_, url),
+        ):
+            pairs = check(args, url, model)
     print(table(pairs))
     return 1 if any(s.failed or s.short for pair in pairs for s in pair) else 0
 
