@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,33 @@ InThread = Callable[[Callable[[], list[NewRequest]]], Awaitable[list[NewRequest]
 _INLINE_TOKENS = 16 * 1024  # of prompts that are checked on the event loop: a millisecond
 
 
+class _Waker:
+    """Sets events of an event loop from another thread, many at one wake-up, which is a system call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._ready: deque[asyncio.Event] = deque()
+        self._is_called = False  # and has not looked yet
+
+    def wake(self, event: asyncio.Event) -> None:
+        self._ready.append(event)
+        loop = self._loop()
+        if not self._is_called and loop is not None:
+            self._is_called = True
+            with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._set_all)
+
+    def _set_all(self) -> None:
+        # Cleared before the look, so that what comes after the look calls again.
+        self._is_called = False
+        with suppress(IndexError):
+            while True:
+                self._ready.popleft().set()
+
+
+_wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker] = weakref.WeakKeyDictionary()
+
+
 class RequestStream:
     """Outputs of one request, cumulative; those not read in time are replaced by newer ones.
 
@@ -38,7 +66,8 @@ class RequestStream:
         self.request_id = request_id
         self.final_only = final_only
         self._engine_loop = loop
-        self._event_loop = asyncio.get_running_loop()
+        event_loop = asyncio.get_running_loop()
+        self._waker = _wakers.setdefault(event_loop, _Waker(event_loop))
         self._ready = asyncio.Event()
         # One place, whose operations are atomic: the two threads never see half of a change.
         self._newest: deque[RequestOutput] = deque(maxlen=1)
@@ -49,15 +78,11 @@ class RequestStream:
 
     def put(self, output: RequestOutput) -> None:
         self._newest.append(output)
-        self._wake()
+        self._waker.wake(self._ready)
 
     def fail(self, error: BaseException) -> None:
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-            self._event_loop.call_soon_threadsafe(self._ready.set)
+        self._waker.wake(self._ready)
 
     # Called on the event loop.
 

@@ -7,7 +7,7 @@ changed later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -258,7 +258,7 @@ class OutputProcessor:
 def _merge_metrics(parts: list[RequestMetrics]) -> RequestMetrics:
     """Metrics of a request from its choices': the first of what begins, the last of what ends, a copy."""
     if len(parts) == 1:
-        return replace(parts[0])
+        return parts[0].copy()
 
     def known(name: str) -> list[float]:
         return [value for value in (getattr(part, name) for part in parts) if value is not None]

@@ -36,6 +36,18 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
+    def copy(self) -> RequestMetrics:
+        """Written out: one is made for every token, and `dataclasses.replace` takes ten times as long."""
+        return RequestMetrics(
+            self.arrival_time,
+            self.queued_time,
+            self.first_scheduled_time,
+            self.first_token_time,
+            self.last_token_time,
+            self.finished_time,
+            self.num_preemptions,
+        )
+
 
 @dataclass(slots=True)
 class CompletionOutput:
