@@ -59,9 +59,13 @@ def choose_utilization(args: EngineArgs, platform: str) -> float:
 
 
 def choose_limits(
-    args: EngineArgs, config: ModelConfig, kv_dtype: np.dtype, mesh: Mesh, budget_bytes: int
+    args: EngineArgs, config: ModelConfig, kv_dtype: np.dtype, mesh: Mesh, budget_bytes: int, num_pinned: int = 0
 ) -> tuple[SchedulerConfig, PoolSpec]:
-    """The scheduler's limits and the pool. `budget_bytes`: of the pool over all devices.
+    """The scheduler's limits and the pool.
+
+    Args:
+        budget_bytes: of the pool over all devices.
+        num_pinned: tokens of pinned prefixes, which the pool holds beside those of requests.
 
     Raises ConfigError for a context that the model does not have and for a budget below two pages.
     """
@@ -86,9 +90,11 @@ def choose_limits(
         budget_bytes=budget_bytes,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        num_pinned=num_pinned,
     )
     if args.max_model_len is None:
-        max_model_len = min(max_model_len, pool.num_tokens)
+        pinned = num_pinned // page_size * page_size
+        max_model_len = min(max_model_len, max(pool.num_tokens - pinned, page_size))
     tokens = args.max_num_batched_tokens or (512 if platform == "cpu" else 2048)
     limits = SchedulerConfig(
         max_num_seqs=max_num_seqs,

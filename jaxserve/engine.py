@@ -39,7 +39,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     pages_total: int  # that can be allocated
-    pages_used: int
+    pages_used: int  # by requests
     pages_cached: int  # free, and still holding a prefix
     pages_free: int  # cached ones included
     prefix_queries: int  # tokens
@@ -48,6 +48,9 @@ class EngineStats:
     num_compilations: int
     num_steps: int
     generation_tokens: int
+    pages_pinned: int  # held for pinned prefixes; not counted as used
+    pinned_tokens: int  # in them
+    pinned_hits: int  # those of prefix_hits that were found in pinned pages
     last_step_age: float | None  # seconds of the step now under way; waiting for the compiler is not counted
 
 
@@ -376,6 +379,12 @@ class LLMEngine:
 
     # ---- beside the requests
 
+    def pin_prefixes(self, prefixes: Sequence[Sequence[int]]) -> None:
+        """Compute prefixes that stay in the cache; runs steps until they are there."""
+        self.scheduler.pin_prefixes(prefixes)
+        while self.has_work:
+            self.step()
+
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Raw logits float32 [num_tokens, vocab]; borrows free pages for the time of the call."""
         ids = self._tokenise({"prompt_token_ids": token_ids})[1]
@@ -425,7 +434,7 @@ class LLMEngine:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             pages_total=allocator.num_pages - 1,
-            pages_used=allocator.num_used,
+            pages_used=max(allocator.num_used - self.scheduler.num_pinned, 0),
             pages_cached=allocator.num_cached,
             pages_free=allocator.num_free,
             prefix_queries=self.scheduler.prefix_queries,
@@ -434,6 +443,9 @@ class LLMEngine:
             num_compilations=self.runner.num_compilations,
             num_steps=self.num_steps,
             generation_tokens=self.generation_tokens,
+            pages_pinned=self.scheduler.num_pinned,
+            pinned_tokens=self.scheduler.num_pinned * allocator.page_size,
+            pinned_hits=self.scheduler.pinned_hits,
             last_step_age=self._step_age(),
         )
 

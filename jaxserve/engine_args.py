@@ -78,6 +78,12 @@ class EngineArgs:
         choices=("auto", "float32", "bfloat16", "float8_e4m3fn"),
     )
     enable_prefix_caching: bool = _arg(True, "compute a prefix that requests share once")
+    pin_prefix: tuple[str, ...] = _arg(
+        (),
+        "a system prompt that is computed at the start and stays cached: a text, or .json with messages of a "
+        "chat; repeatable",
+        metavar="FILE",
+    )
     enable_chunked_prefill: bool = _arg(True, "let a long prompt take several steps")
     max_token_gap: float = _arg(
         2.0,
@@ -128,6 +134,9 @@ class EngineArgs:
         _check_int("max_logprobs", self.max_logprobs, 0)
         if self.max_logprobs > 20:
             raise ConfigError(f"max_logprobs must be at most 20, got {self.max_logprobs}")
+        paths = self.pin_prefix
+        if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
+            raise ConfigError(f"pin_prefix must be a list of files, got {self.pin_prefix!r}")
         if self.max_token_gap != 0 and not 1.0 < self.max_token_gap < math.inf:
             raise ConfigError(f"max_token_gap must be above 1, or 0 for no limit, got {self.max_token_gap}")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:

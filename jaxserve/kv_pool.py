@@ -67,16 +67,17 @@ def plan_pool(
     budget_bytes: int,
     max_num_seqs: int,
     max_model_len: int,
+    num_pinned: int = 0,
 ) -> PoolSpec:
     """The pool of a mesh: `num_pages` if given, else what the budget holds; never more than can be used.
 
-    `budget_bytes`: over all devices that share the pool.
+    `budget_bytes`: over all devices that share the pool. `num_pinned`: tokens of pinned prefixes.
 
     Raises ConfigError when that is too small for a single token.
     """
     heads, row = num_pool_heads(config, mesh), row_dim(2 * config.head_dim, platform_of(mesh))
     each = page_bytes(config.num_layers, heads, page_size, row, dtype)
-    useful = max_num_seqs * -(-max_model_len // page_size) + 1
+    useful = max_num_seqs * -(-max_model_len // page_size) + num_pinned // page_size + 1
     num_pages = min(budget_bytes // each if num_pages is None else num_pages, useful)
     if num_pages < 2:
         raise ConfigError(

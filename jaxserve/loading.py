@@ -35,6 +35,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_by_name, family_of, read_model
 from jaxserve.pacing import StepPacer
 from jaxserve.packing import Machine, choose_packing
+from jaxserve.pinning import check_prefixes, describe_prefixes, read_prefixes
 from jaxserve.pooling import Pooling, pooling_of
 from jaxserve.profiling import StepProfiler
 from jaxserve.sampling_params import SamplingParams
@@ -90,6 +91,8 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
         dtype = choose_dtype(args, platform)
         mesh = make_mesh(devices, args.tensor_parallel_size)
         tokenizer = _tokenizer(args, live, checkpoint)
+        prefixes = read_prefixes(args.pin_prefix, tokenizer)
+        num_pinned = sum(len(prefix.token_ids) for prefix in prefixes)
     chip = machine.result().chip
     implementation = choose_attention(args, platform, chip)
     packing, lines = choose_packing(
@@ -98,7 +101,8 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     for line in lines:
         report(line)
     kv_dtype = choose_kv_dtype(args, dtype, is_packed=packing is not None and chip is not None)
-    limits, pool = choose_limits(args, config, kv_dtype, mesh, _budget(args, config, dtype, mesh))
+    limits, pool = choose_limits(args, config, kv_dtype, mesh, _budget(args, config, dtype, mesh), num_pinned)
+    check_prefixes(prefixes, limits)
     skeleton = build_skeleton(family, config, dtype, mesh, limits.max_model_len, packing=packing)
 
     name = args.model if live is None else "live"
@@ -130,8 +134,15 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     except BaseException:
         runner.close()  # it may be compiling
         raise
-    report(f"ready in {time.perf_counter() - started:.1f} s")
     engine = LLMEngine(engine_config, skeleton, runner, scheduler, tokenizer)
+    if prefixes:
+        try:
+            engine.pin_prefixes([prefix.token_ids for prefix in prefixes])
+        except BaseException:
+            engine.close()
+            raise
+        report(describe_prefixes(prefixes, limits))
+    report(f"ready in {time.perf_counter() - started:.1f} s")
     if profiler is not None:
         engine.profiler = profiler
     return engine

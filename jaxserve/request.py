@@ -36,6 +36,7 @@ class Request:
     seed: int = 0  # resolved: params.seed with the choice's index, or drawn by the engine
     eos_token_ids: frozenset[int] = frozenset()  # empty under ignore_eos
     bad_words_token_ids: Sequence[Sequence[int]] = ()
+    is_pin: bool = False  # the scheduler's own: it computes a prefix to be kept, and nobody waits for it
     # The first position whose hidden state goes into an embedding; None: none is wanted.
     pool_from: int | None = None
 

@@ -19,6 +19,8 @@ The rules:
 * When a running request needs a page and none is free, the last running one in order gives all of its up and
   is computed anew later (through the prefix cache, that is often cheap). Nobody is admitted in such a step.
 * What could never fit is refused by `add_request`, so the first in order always advances and everything ends.
+* Pinned prefixes are computed as requests of their own; when one ends, the scheduler goes on to hold its
+  pages. The caller sees to it that the pool has room for a longest request beside them (`check_prefixes`).
 * A position's KV is in the page that `page_ids` names. Full pages of known tokens are registered in the
   prefix cache as soon as the step that fills them is scheduled: the device runs steps in order, and a layer
   writes before it reads. Only a page that a single token fills has to wait for the next step: kernels write
@@ -49,6 +51,7 @@ from jaxserve.outputs import FinishReason
 from jaxserve.pacing import StepPacer
 from jaxserve.page_allocator import PageAllocator, cache_root, page_hashes
 from jaxserve.request import Request, RequestStatus
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tallies import EngineTallies
 
 
@@ -89,6 +92,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache at first admissions
         self.prefix_hits = 0  # tokens found there
+        self.pinned_hits = 0  # those of them in pinned pages
         self.tallies = EngineTallies()
         self._model_id = model_id
         self._clock = clock
@@ -98,6 +102,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low numbers first
         self._num_arrived = 0
         self._cache_epoch = 0
+        self._prefixes: list[list[int]] = []  # to be pinned, cut to whole pages
+        self._pinned: set[int] = set()  # pages held for them
 
     @property
     def has_unfinished(self) -> bool:
@@ -111,6 +117,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests without a slot, preempted ones included."""
         return len(self._waiting)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages held for pinned prefixes, by requests as well or not."""
+        return len(self._pinned)
 
     def add_request(self, request: Request) -> None:
         """Queue a new request; see `add_requests`."""
@@ -143,6 +154,22 @@ class Scheduler:
         self._num_arrived += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=self._rank)
+
+    def pin_prefixes(self, prefixes: Sequence[Sequence[int]]) -> None:
+        """Compute prefixes in the next steps, and hold their whole pages from then on.
+
+        They serve requests without a `cache_salt`. `check_prefixes` says whether the pool has room.
+        """
+        size = self.config.page_size
+        self._prefixes += [list(prefix[: len(prefix) // size * size]) for prefix in prefixes]
+        self._queue_pins()
+
+    def _queue_pins(self) -> None:
+        for index, prefix in enumerate(self._prefixes):
+            params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+            name = f"pin-{self._cache_epoch}-{index}"
+            pin = Request(name, prefix, params, arrival_time=self._clock(), is_pin=True)
+            self._queue(pin, len(prefix) + 1)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in any state and free its pages at once; None when no unfinished one has this id."""
@@ -205,7 +232,8 @@ class Scheduler:
             if part.samples:
                 request.num_in_flight -= 1
                 request.output_token_ids.append(token_id := sampled[request.request_id])
-                self.tallies.token(request, now)
+                if not request.is_pin:
+                    self.tallies.token(request, now)
                 if request.metrics.first_token_time is None:
                     request.metrics.first_token_time = now
                 request.metrics.last_token_time = now
@@ -231,16 +259,26 @@ class Scheduler:
         return min(request.arrival_time for request in self._waiting) + self.config.scheduler_delay
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes (for new weights). Later requests share nothing with running ones."""
+        """Forget all cached prefixes (for new weights). Later requests share nothing with running ones.
+
+        Pinned ones are computed anew in the next steps.
+        """
+        for request in [request for request in self._requests.values() if request.is_pin]:
+            self.abort(request.request_id)
+        self.allocator.free([*self._pinned])
+        self._pinned.clear()
         self.allocator.reset_prefix_cache()
         self._cache_epoch += 1
         for request in self._waiting:
             self._start_hash_chain(request)
+        self._queue_pins()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queue, slots and pages agree. Takes time in proportion to the pool."""
         size = self.config.page_size
-        self.allocator.check_integrity(Counter(page for r in self._running for page in r.page_ids))
+        owned = Counter(page for request in self._running for page in request.page_ids)
+        owned.update(self._pinned)
+        self.allocator.check_integrity(owned)
         assert sorted(map(id, self._running + self._waiting)) == sorted(map(id, self._requests.values()))
         assert all(self._requests[key].request_id == key for key in self._requests)
         slots = [request.slot for request in self._running if request.slot is not None]
@@ -376,9 +414,10 @@ class Scheduler:
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = self._clock()
             request.num_cached_tokens = cached
-            if looks_up:
+            if looks_up and not request.is_pin:
                 self.prefix_queries += known
                 self.prefix_hits += cached
+                self.pinned_hits += config.page_size * sum(page in self._pinned for page in hits)
         return count
 
     # Prefix cache.
@@ -406,6 +445,15 @@ class Scheduler:
                 self.allocator.register(request.page_ids[index], hashes[index])
             request.num_registered_pages = full
 
+    def _pin(self, request: Request) -> None:
+        """Hold the pages by which others find the prefix that this request has computed."""
+        hashes = self._hashes(request, request.num_prompt_tokens // self.config.page_size)
+        for page, key in zip(request.page_ids, hashes, strict=True):
+            self.allocator.register(page, key)  # where another's page had the hash and has been evicted
+        new = [page for page in self.allocator.match_prefix(hashes) if page not in self._pinned]
+        self.allocator.acquire(new)
+        self._pinned.update(new)
+
     # Ends.
 
     def _finish_if_ended(self, request: Request, token_id: int) -> None:
@@ -423,6 +471,8 @@ class Scheduler:
         assert queue[index] is request
         del queue[index]
         del self._requests[request.request_id]
+        if request.is_pin and reason == "length":
+            self._pin(request)
         self._release(request, RequestStatus.FINISHED)
         request.finish_reason = reason
         request.stop_reason = stop_reason

@@ -47,6 +47,7 @@ __all__ = ["CONTENT_TYPE", "FIGURES", "Figure", "Metrics"]
 
 _HTTP_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_PAGE_STATES = ("total", "used", "pinned", "cached", "free")
 _PROBES = frozenset({"health", "ready", "startup", "metrics", "version"})
 
 
@@ -125,8 +126,8 @@ FIGURES = (
     Figure(
         "gauge",
         "pages",
-        "Pages of the pool by state: total = used + free, and free includes cached.",
-        lambda view: {s: getattr(view.stats, f"pages_{s}") for s in ("total", "used", "cached", "free")},
+        "Pages of the pool by state: total = used + pinned + free, and free includes cached.",
+        lambda view: {s: getattr(view.stats, f"pages_{s}") for s in _PAGE_STATES},
         (),
         "state",
     ),
@@ -192,6 +193,16 @@ FIGURES = (
         lambda view: view.stats.prefix_hits,
         "prefix_cache_hits",
         "gpu_prefix_cache_hits",
+    ),
+    _gauge(
+        "prefix_cache_pinned_tokens",
+        "Tokens of pinned prefixes that the cache holds; less than at the start while new weights come.",
+        lambda view: view.stats.pinned_tokens,
+    ),
+    _counter(
+        "prefix_cache_pinned_hits",
+        "Those of prefix_cache_hits that were found in pinned pages.",
+        lambda view: view.stats.pinned_hits,
     ),
     _counter("compilations", "Programs compiled since the start.", lambda view: view.stats.num_compilations),
     _counter("steps", "Steps run.", lambda view: view.stats.num_steps),

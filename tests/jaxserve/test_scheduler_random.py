@@ -9,7 +9,7 @@ at the end.
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -106,10 +106,11 @@ class SimulatedDevice:
 class Simulation:
     """A scheduler, a device, and a loop that runs some steps ahead."""
 
-    def __init__(self, config: SchedulerConfig, seed: int) -> None:
+    def __init__(self, config: SchedulerConfig, seed: int, pinned: list[list[int]] | None = None) -> None:
         self.random = random.Random(seed)
         self.config = config
         self.scheduler = Scheduler(config)
+        self.scheduler.pin_prefixes(pinned or [])
         self.device = SimulatedDevice()
         self.in_flight: list[tuple[SchedulerOutput, dict[str, int]]] = []
         self.alive: dict[str, Request] = {}
@@ -170,7 +171,8 @@ class Simulation:
         output = self.scheduler.schedule()
         assert output.num_tokens == sum(part.num_scheduled_tokens for part in output.scheduled)
         assert output.num_tokens <= self.config.max_num_batched_tokens
-        assert output.scheduled or self.in_flight or not self.alive, "requests wait and nothing is under way"
+        is_idle = not self.scheduler.has_unfinished
+        assert output.scheduled or self.in_flight or is_idle, "requests wait and nothing is under way"
         counts = [part.num_scheduled_tokens for part in output.scheduled]
         assert all(counts), "a part of no tokens"
         assert sorted(counts, key=lambda count: count > 1) == counts, "decodes come first"
@@ -187,6 +189,8 @@ class Simulation:
         while len(self.in_flight) > leave:
             output, sampled = self.in_flight.pop(0)
             for request in self.scheduler.update(output, sampled):
+                if request.is_pin:
+                    continue
                 assert self.alive[request.request_id] is request
                 if request.is_finished:
                     self.retire(request)
@@ -205,13 +209,13 @@ class Simulation:
 
     def drain(self) -> None:
         for _ in range(2_000):
-            if not self.alive and not self.in_flight:
+            if not self.scheduler.has_unfinished and not self.in_flight:
                 break
             self.step(run_ahead=1)
             self.scheduler.check_integrity()
         assert not self.alive, "requests do not finish"
         assert not self.scheduler.has_unfinished
-        assert self.scheduler.allocator.num_used == 0
+        assert self.scheduler.allocator.num_used == self.scheduler.num_pinned
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for request in self.done:
             output, finish_reason, stop_reason = expected_output(request)
@@ -249,6 +253,23 @@ def test_ten_thousand_random_steps_keep_every_history(seed):
         assert 0 < simulation.scheduler.prefix_hits < simulation.scheduler.prefix_queries
     else:
         assert simulation.scheduler.prefix_queries == 0
+
+
+@pytest.mark.parametrize("seed", [4, 6, 8, 10])
+def test_pinned_prefixes_are_right_and_stay_through_random_lives(seed):
+    """Two that every family of prompts may hit, in a pool that holds a longest request and little else."""
+    pinned = [[2] * 9, [3] * 4 + [2] * 5]  # two pages each; both are whole beginnings of a family's prompts
+    config = replace(make_config(seed), num_pages=16 + seed % 3, enable_prefix_caching=True)
+    simulation = Simulation(config, seed, pinned)
+    seen = set()
+    for _ in range(5_000):
+        simulation.random_step()
+        seen.add(simulation.scheduler.num_pinned)
+    simulation.drain()
+    assert simulation.scheduler.num_pinned == 4
+    assert seen == {0, 2, 4}, "they were never reset, or not pinned one by one"
+    assert simulation.scheduler.num_preemptions > 50
+    assert 0 < simulation.scheduler.pinned_hits < simulation.scheduler.prefix_hits
 
 
 def test_equal_calls_give_equal_schedules():

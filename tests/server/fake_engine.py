@@ -73,7 +73,10 @@ class Stats:
     pages_total: int = 100
     pages_used: int = 25
     pages_cached: int = 5
-    pages_free: int = 75
+    pages_pinned: int = 3
+    pinned_tokens: int = 48
+    pinned_hits: int = 16
+    pages_free: int = 72
     prefix_queries: int = 40
     prefix_hits: int = 10
     num_preemptions: int = 3

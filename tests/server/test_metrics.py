@@ -139,15 +139,18 @@ async def test_the_engines_figures_are_read_at_the_scrape(api, engine):
     assert counted(samples, "num_requests_waiting") == 4
     assert counted(samples, "num_requests_waiting_by_reason", reason="capacity") == 4
     assert samples["vllm:kv_cache_usage_perc", ()] == samples["vllm:gpu_cache_usage_perc", ()] == 0.25
-    assert {s: counted(samples, "pages", state=s) for s in ("total", "used", "cached", "free")} == {
+    assert {s: counted(samples, "pages", state=s) for s in ("total", "used", "pinned", "cached", "free")} == {
         "total": 100,
         "used": 25,
+        "pinned": 3,
         "cached": 5,
-        "free": 75,
+        "free": 72,
     }
     assert counted(samples, "compilations_total") == 7
     assert counted(samples, "step_age_seconds") == 2.5
     assert samples["vllm:prefix_cache_hits_total", ()] == 10
+    assert counted(samples, "prefix_cache_pinned_tokens") == 48
+    assert counted(samples, "prefix_cache_pinned_hits_total") == 16
     assert samples["vllm:prefix_cache_queries_total", ()] == 40
 
 
