@@ -153,12 +153,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, default=256, help="256")
     parser.add_argument("--output-tokens", type=int, default=64, help="64")
     parser.add_argument("--serve-args", default="", metavar="FLAGS", help="more flags of jaxserve serve")
+    parser.add_argument(
+        "--write-tokenizer", type=Path, metavar="DIR", help="write the tokenizer there, and end"
+    )
     return parser
 
 
 def main() -> int:
     args = build_parser().parse_args()
     model = Path(resolve_model(args.model))
+    if args.write_tokenizer:
+        args.write_tokenizer.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(model, args.write_tokenizer)
+        return 0
     if args.url:
         pairs = check(args, args.url.rstrip("/").removesuffix("/v1"), model)
     else:
