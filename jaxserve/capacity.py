@@ -59,7 +59,12 @@ def choose_utilization(args: EngineArgs, platform: str) -> float:
 
 
 def choose_limits(
-    args: EngineArgs, config: ModelConfig, kv_dtype: np.dtype, mesh: Mesh, budget_bytes: int, num_pinned: int = 0
+    args: EngineArgs,
+    config: ModelConfig,
+    kv_dtype: np.dtype,
+    mesh: Mesh,
+    budget_bytes: int,
+    num_pinned: int = 0,
 ) -> tuple[SchedulerConfig, PoolSpec]:
     """The scheduler's limits and the pool.
 
