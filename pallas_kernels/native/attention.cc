@@ -11,7 +11,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kTileRowsWanted = 128;     // of a tile of a prompt: they share the work of laying keys out
+constexpr int64_t kTileRowsWanted = 192;     // of a tile of a prompt: they share the work of laying keys out
 constexpr int64_t kCostOfLayingOut = 24;     // of a key, in rows
 constexpr int64_t kCostWorthSharing = 8192;  // in keys times rows, about 10 microseconds: waking a thread
 constexpr int64_t kTokensTogether = 16;      // whose K and V one thread writes
@@ -34,7 +34,6 @@ struct Plan {
 
 void list_tiles(const Attention& a, int64_t num_seqs, std::vector<Tile>& tiles) {
   tiles.clear();
-  const int64_t block_keys = a.block_keys();
   const int64_t most_queries = std::max<int64_t>(1, kTileRowsWanted / a.group());
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     const int64_t num_queries = a.cu_q_lens[seq + 1] - a.cu_q_lens[seq];
@@ -44,8 +43,8 @@ void list_tiles(const Attention& a, int64_t num_seqs, std::vector<Tile>& tiles) 
       tile.first_query = first;
       tile.num_queries = std::min(most_queries, num_queries - first);
       tile.first_position = a.kv_lens[seq] - num_queries + first;
-      tile.first_block = a.since(tile.first_position) / block_keys;
-      tile.end_block = (tile.first_position + tile.num_queries - 1) / block_keys + 1;
+      tile.first_block = a.since(tile.first_position) / kBlockKeys;
+      tile.end_block = (tile.first_position + tile.num_queries - 1) / kBlockKeys + 1;
       for (tile.head = 0; tile.head < a.num_kv_heads; ++tile.head) tiles.push_back(tile);
     }
   }

@@ -20,7 +20,8 @@
 namespace jaxserve {
 
 constexpr int kLanes = 16;
-constexpr int kMaxKeys = 128;  // of a block
+constexpr int64_t kBlockKeys = 64;  // K and V of a block, heads of 64, stay in the first-level cache
+constexpr int64_t kKeysAhead = 64;  // how far before its use a key is asked for
 #if defined(JAXSERVE_AVX512_VNNI)
 constexpr int kTileRows = 6, kTileVectors = 4;  // 24 sums, 4 vectors and a number, of 32 registers
 #else
@@ -49,8 +50,6 @@ struct Attention {
 
   int64_t group() const { return num_q_heads / num_kv_heads; }
   int64_t v_width() const { return whole_vectors(v_dim) * kLanes; }
-  // Blocks that fit the second-level cache; of the sizes alone, so that results do not depend on the batch.
-  int64_t block_keys() const { return k_dim + v_dim <= 256 ? kMaxKeys : kMaxKeys / 2; }
   // The first key that the query at `position` sees.
   int64_t since(int64_t position) const { return std::max<int64_t>(0, position - window + 1); }
 };
@@ -65,11 +64,14 @@ struct Tile {
 };
 
 // What a run of keys makes of some rows: the largest score, the sum of e^(score - largest), and these weights
-// times V, [rows, v_width]. A sum of 0: no key was seen.
+// times V, [rows, v_width]. Minus infinity and zeros where no key was seen.
 struct Partial {
   float *largest, *sum, *out;
 
   static int64_t size(const Attention& a, int64_t num_rows) { return num_rows * (2 + a.v_width()); }
+  Partial from(int64_t row, int64_t v_width) const {
+    return {largest + row, sum + row, out + row * v_width};
+  }
   static Partial at(float* memory, int64_t num_rows) {
     return {memory, memory + num_rows, memory + 2 * num_rows};
   }
@@ -152,18 +154,31 @@ inline void soften(float* scores, int64_t num_vectors, int64_t first, int64_t st
   sum = sum_lanes(total);
 }
 
-// Joins what later keys made of a row to what earlier ones did.
-inline void join(float& largest, float& sum, float* out, float next_largest, float next_sum, const float* next_out,
-                 int64_t v_width) {
-  if (next_sum == 0.0f) return;
-  const float most = std::max(largest, next_largest);
-  const Floats old_scale = exp_negative(splat(largest - most)), scale = exp_negative(splat(next_largest - most));
-  float both[kLanes];
-  store(both, fma(splat(sum), old_scale, splat(next_sum) * scale));
-  sum = both[0];
-  largest = most;
-  for (int64_t d = 0; d < v_width; d += kLanes) {
-    store(out + d, fma(load(out + d), old_scale, load(next_out + d) * scale));
+// Joins what later keys made of some rows, at most 16, to what earlier ones did.
+inline void join(Partial state, Partial made, int num_rows, int64_t v_width) {
+  float numbers[6][kLanes];  // so that all rows share the exponentials
+  auto& [largest, sum, next_largest, next_sum, old_scale, scale] = numbers;
+  for (int r = 0; r < kLanes; ++r) {
+    const int own = std::min(r, num_rows - 1);
+    largest[r] = state.largest[own];
+    sum[r] = state.sum[own];
+    next_largest[r] = made.largest[own];
+    next_sum[r] = made.sum[own];
+  }
+  const Floats most = max(load(largest), load(next_largest));
+  const Floats offset = where_less(splat(kNothing), most, most, zeros());
+  const Floats first = exp_negative(load(largest) - offset), second = exp_negative(load(next_largest) - offset);
+  store(largest, most);
+  store(sum, fma(load(sum), first, load(next_sum) * second));
+  store(old_scale, first);
+  store(scale, second);
+  for (int r = 0; r < num_rows; ++r) {
+    state.largest[r] = largest[r];
+    state.sum[r] = sum[r];
+    float* out = state.out + r * v_width;
+    const float* next = made.out + r * v_width;
+    const Floats x = splat(old_scale[r]), y = splat(scale[r]);
+    for (int64_t d = 0; d < v_width; d += kLanes) store(out + d, fma(load(out + d), x, load(next + d) * y));
   }
 }
 
@@ -174,10 +189,11 @@ struct Scratch {
   // Floats for each part, as many as asked for, one behind the other.
   template <size_t N>
   void divide(const int64_t (&sizes)[N], float* (&parts)[N]) {
-    int64_t total = 0;
+    int64_t total = kLanes;  // to begin at a cache line
     for (int64_t size : sizes) total += whole_vectors(size) * kLanes;
     if (static_cast<int64_t>(memory.size()) < total) memory.resize(total);
-    float* next = memory.data();
+    constexpr uintptr_t kLine = kLanes * sizeof(float);
+    float* next = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + kLine - 1) / kLine * kLine);
     for (size_t i = 0; i < N; ++i) {
       parts[i] = next;
       next += whole_vectors(sizes[i]) * kLanes;
@@ -185,45 +201,77 @@ struct Scratch {
   }
 };
 
+// Where one position after another of a sequence lies in the pool.
+template <typename T>
+class Places {
+ public:
+  Places(const Attention& a, const Tile& tile, int64_t position)
+      : a_(a),
+        pages_(a.page_indices + tile.seq * a.pages_per_seq + position / a.page_size),
+        head_(tile.head),
+        offset_(position % a.page_size) {}
+
+  const T* row() const {
+    const T* pool = reinterpret_cast<const T*>(a_.pool);
+    return pool + ((*pages_ * a_.num_kv_heads + head_) * a_.page_size + offset_) * a_.row_dim;
+  }
+  void step() {
+    if (++offset_ < a_.page_size) return;
+    offset_ = 0;
+    ++pages_;
+  }
+
+ private:
+  const Attention& a_;
+  const int32_t* pages_;
+  const int64_t head_;
+  int64_t offset_;
+};
+
 // K and V of the keys [first, stop) of a block: keys [k_dim, block] and values [block, v_width]. What lies
-// beside these keys may be dead: it is not read. Their lanes of `keys` are zeros or stale, but for the caller
-// to mask; their rows of `values` are stale.
+// beside these keys may be dead: it is not read. Their lanes of `keys` are stale or another key's, but for the
+// caller to mask; their rows of `values` are stale.
 template <typename T>
 void lay_out(const Attention& a, const Tile& tile, int64_t block, int64_t first, int64_t stop, float* keys,
              float* values) {
-  const int64_t block_keys = a.block_keys(), v_width = a.v_width();
-  const int32_t* pages = a.page_indices + tile.seq * a.pages_per_seq;
-  const T* pool = reinterpret_cast<const T*>(a.pool);
+  const int64_t v_width = a.v_width(), base = block * kBlockKeys;
+  const int64_t end = tile.first_position + tile.num_queries;
   const int k_rest = static_cast<int>(a.k_dim % kLanes), v_rest = static_cast<int>(a.v_dim % kLanes);
+  Places<T> places(a, tile, base + first), ahead(a, tile, std::min(end - 1, base + first + kKeysAhead));
   for (int64_t start = first / kLanes * kLanes; start < stop; start += kLanes) {
+    const int from = static_cast<int>(std::max<int64_t>(0, first - start));
+    const int to = static_cast<int>(std::min<int64_t>(kLanes, stop - start));
     const T* rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t key = start + i;
-      rows[i] = nullptr;
-      if (key < first || key >= stop) continue;
-      const int64_t position = block * block_keys + key;
-      const int64_t page = pages[position / a.page_size];
-      rows[i] = pool + ((page * a.num_kv_heads + tile.head) * a.page_size + position % a.page_size) * a.row_dim;
+    for (int i = from; i < to; ++i) {
+      rows[i] = places.row();
+      places.step();
+      if (base + start + i + kKeysAhead >= end) continue;
+      const char* line = reinterpret_cast<const char*>(ahead.row());
+      for (int64_t byte = 0; byte < a.row_dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
+        _mm_prefetch(line + byte, _MM_HINT_T1);
+      }
+      ahead.step();
     }
+    for (int i = 0; i < from; ++i) rows[i] = rows[from];
+    for (int i = to; i < kLanes; ++i) rows[i] = rows[from];
     Floats square[kLanes];
     int64_t d = 0;
     for (; d + kLanes <= a.k_dim; d += kLanes) {
-      for (int i = 0; i < kLanes; ++i) square[i] = rows[i] == nullptr ? zeros() : load(rows[i] + d);
+      for (int i = 0; i < kLanes; ++i) square[i] = load(rows[i] + d);
       transpose(square);
-      for (int i = 0; i < kLanes; ++i) store(keys + (d + i) * block_keys + start, square[i]);
+      for (int i = 0; i < kLanes; ++i) store(keys + (d + i) * kBlockKeys + start, square[i]);
     }
     if (k_rest > 0) {
-      for (int i = 0; i < kLanes; ++i) square[i] = rows[i] == nullptr ? zeros() : load_part(rows[i] + d, k_rest);
+      for (int i = 0; i < kLanes; ++i) square[i] = load_part(rows[i] + d, k_rest);
       transpose(square);
-      for (int i = 0; i < k_rest; ++i) store(keys + (d + i) * block_keys + start, square[i]);
+      for (int i = 0; i < k_rest; ++i) store(keys + (d + i) * kBlockKeys + start, square[i]);
     }
-    for (int i = 0; i < kLanes; ++i) {
-      if (rows[i] == nullptr) continue;
+    for (int i = from; i < to; ++i) {
       const T* v = rows[i] + a.v_start;
-      float* to = values + (start + i) * v_width;
+      float* out = values + (start + i) * v_width;
       int64_t e = 0;
-      for (; e + kLanes <= a.v_dim; e += kLanes) store(to + e, load(v + e));
-      if (v_rest > 0) store(to + e, load_part(v + e, v_rest));
+      for (; e + kLanes <= a.v_dim; e += kLanes) store(out + e, load(v + e));
+      if (v_rest > 0) store(out + e, load_part(v + e, v_rest));
     }
   }
 }
@@ -263,10 +311,10 @@ inline void finish(const Attention& a, const Tile& tile, Partial state) {
 // output; else what each block made is left there, for `join_blocks`.
 inline void attend(const Attention& a, const Tile& tile, int64_t first_block, int64_t end_block, float* partials,
                    Scratch& scratch) {
-  const int64_t group = a.group(), num_rows = tile.num_rows(a), block_keys = a.block_keys();
+  const int64_t group = a.group(), num_rows = tile.num_rows(a);
   const int64_t v_width = a.v_width();
   float* parts[6];
-  scratch.divide({a.k_dim * block_keys, block_keys * v_width, num_rows * a.k_dim, kTileRows * block_keys,
+  scratch.divide({a.k_dim * kBlockKeys, kBlockKeys * v_width, num_rows * a.k_dim, kTileRows * kBlockKeys,
                   Partial::size(a, kTileRows), Partial::size(a, num_rows)},
                  parts);
   const auto [keys, values, queries, scores, fresh, state_memory] = parts;
@@ -282,41 +330,41 @@ inline void attend(const Attention& a, const Tile& tile, int64_t first_block, in
   const int64_t num_parts = (num_rows + kTileRows - 1) / kTileRows;
   const int64_t last_position = tile.first_position + tile.num_queries - 1;
   for (int64_t block = first_block; block < end_block; ++block) {
-    const int64_t base = block * block_keys;
+    const int64_t base = block * kBlockKeys;
     lay_out(a, tile, block, std::max<int64_t>(0, a.since(tile.first_position) - base),
-            std::min(block_keys, last_position + 1 - base), keys, values);
+            std::min(kBlockKeys, last_position + 1 - base), keys, values);
     for (int64_t part = 0; part < num_parts; ++part) {
       const int64_t row = part * num_rows / num_parts;
       const int m = static_cast<int>((part + 1) * num_rows / num_parts - row);
       const auto position = [&](int64_t r) { return tile.first_position + r / group; };
       // Keys of the block that some of these rows see.
       const int64_t first = std::max<int64_t>(0, a.since(position(row)) - base);
-      const int64_t stop = std::min(block_keys, position(row + m - 1) + 1 - base);
+      const int64_t stop = std::min(kBlockKeys, position(row + m - 1) + 1 - base);
       Partial made = Partial::at(fresh, kTileRows);
       if (partials != nullptr) {
         made = Partial::at(partials + (block - tile.first_block) * Partial::size(a, num_rows), num_rows);
-        made = {made.largest + row, made.sum + row, made.out + row * v_width};
+        made = made.from(row, v_width);
       }
       if (first >= stop) {
+        if (partials == nullptr) continue;
+        std::fill_n(made.largest, m, kNothing);
         std::fill_n(made.sum, m, 0.0f);
+        std::fill_n(made.out, m * v_width, 0.0f);
         continue;
       }
       const int64_t vector = first / kLanes, num_vectors = whole_vectors(stop) - vector;
       const int64_t skipped = vector * kLanes;
-      kMultiply[m](queries + row * a.k_dim, a.k_dim, keys + skipped, block_keys, a.k_dim, scores + skipped,
-                   block_keys, num_vectors);
+      kMultiply[m](queries + row * a.k_dim, a.k_dim, keys + skipped, kBlockKeys, a.k_dim, scores + skipped,
+                   kBlockKeys, num_vectors);
       for (int r = 0; r < m; ++r) {
         const int64_t p = position(row + r);
-        soften(scores + r * block_keys + skipped, num_vectors, std::max<int64_t>(0, a.since(p) - base) - skipped,
-               std::min(block_keys, p + 1 - base) - skipped, a.soft_cap, made.largest[r], made.sum[r]);
+        soften(scores + r * kBlockKeys + skipped, num_vectors, std::max<int64_t>(0, a.since(p) - base) - skipped,
+               std::min(kBlockKeys, p + 1 - base) - skipped, a.soft_cap, made.largest[r], made.sum[r]);
       }
-      kMultiply[m](scores + first, block_keys, values + first * v_width, v_width, stop - first, made.out, v_width,
+      kMultiply[m](scores + first, kBlockKeys, values + first * v_width, v_width, stop - first, made.out, v_width,
                    v_width / kLanes);
       if (partials != nullptr) continue;
-      for (int r = 0; r < m; ++r) {
-        join(state.largest[row + r], state.sum[row + r], state.out + (row + r) * v_width, made.largest[r],
-             made.sum[r], made.out + r * v_width, v_width);
-      }
+      join(state.from(row, v_width), made, m, v_width);
     }
   }
   if (partials == nullptr) finish(a, tile, state);
@@ -332,9 +380,9 @@ inline void join_blocks(const Attention& a, const Tile& tile, float* partials, S
   for (int64_t block = tile.first_block; block < tile.end_block; ++block) {
     const Partial made = Partial::at(partials, num_rows);
     partials += Partial::size(a, num_rows);
-    for (int64_t r = 0; r < num_rows; ++r) {
-      join(state.largest[r], state.sum[r], state.out + r * v_width, made.largest[r], made.sum[r],
-           made.out + r * v_width, v_width);
+    for (int64_t r = 0; r < num_rows; r += kLanes) {
+      const int m = static_cast<int>(std::min<int64_t>(kLanes, num_rows - r));
+      join(state.from(r, v_width), made.from(r, v_width), m, v_width);
     }
   }
   finish(a, tile, state);

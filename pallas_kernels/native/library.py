@@ -12,6 +12,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -111,23 +112,31 @@ def _built(isa: str, directory: Path) -> Path:
     # Written beside and moved: another process may build the same, and half a library is never loaded.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / path.name
-        command = [compiler, *_command(isa), f"-I{jax.ffi.include_dir()}", "-o", str(made)]
-        command += [str(source) for source in sources if source.suffix == ".cc"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler}: {error}") from error
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or ["failed"]
-            raise BuildError(f"{compiler}: {errors[0]}")
+        units = [source for source in sources if source.suffix == ".cc"]
+        objects = [str(made.with_name(f"{unit.stem}.o")) for unit in units]
+        compile_only = [compiler, *_command(isa), f"-I{jax.ffi.include_dir()}", "-c"]
+        commands = [[*compile_only, str(unit), "-o", o] for unit, o in zip(units, objects, strict=True)]
+        with ThreadPoolExecutor() as pool:  # side by side: this is a part of a cold start
+            list(pool.map(_run, commands))
+        _run([compiler, "-shared", "-o", str(made), *objects])
         made.replace(path)
     return path
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["failed"]
+        raise BuildError(f"{command[0]}: {errors[0]}")
 
 
 def _command(isa: str) -> list[str]:
     switches = [f"-m{flag.replace('avx512_vnni', 'avx512vnni').replace('_', '')}" for flag in _FLAGS[isa]]
     define = f"-DJAXSERVE_{isa.upper()}"
-    return ["-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-w", define, *switches]
+    return ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-w", define, *switches]
 
 
 def _check_owner(path: Path) -> None:
