@@ -112,7 +112,9 @@ def test_a_decode_step_copies_no_pool_and_needs_little_beside_its_arguments(llm:
     runner = engine_of(llm).runner
     compiled = runner._step.lower(DECODE).compile()
     pool = runner._step.kv_pool
-    assert pool_copies(compiled.as_text(), pool.shape) == []
+    text = compiled.as_text()
+    assert text is not None
+    assert pool_copies(text, pool.shape) == []
     memory = compiled.memory_analysis()
     assert memory is not None
     pool_bytes = int(np.prod(pool.shape)) * pool.dtype.itemsize
