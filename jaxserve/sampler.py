@@ -319,7 +319,8 @@ def _draw_of_candidates(
     """
     vocab = logits.shape[1]
     # From large to small; behind a barrier, since XLA sorts the vocabulary where a part of these is used.
-    top, tokens = jax.lax.optimization_barrier(jax.lax.top_k(logits, _CANDIDATES))
+    # One each: over a mesh XLA's decomposition of top_k ends the process at a barrier of the pair.
+    top, tokens = (jax.lax.optimization_barrier(part) for part in jax.lax.top_k(logits, _CANDIDATES))
     is_cut = k[:, None] <= _CANDIDATES  # by top_k
     kth = jnp.take_along_axis(top, jnp.minimum(k, _CANDIDATES)[:, None] - 1, axis=-1)
     kth = jnp.where(is_cut, kth, -jnp.inf)
