@@ -54,8 +54,9 @@ def arguments(num_rows, vocab):
     )
 
 
-# A vocabulary that the devices divide is split over them; another is whole on each.
-@pytest.mark.parametrize("vocab", [64, 61])
+# A vocabulary that the devices divide is split over them; another is whole on each. 600: more than the
+# candidates that filters look at first.
+@pytest.mark.parametrize("vocab", [64, 61, 600])
 @pytest.mark.parametrize("num_rows", [1, 6, 8])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_every_row_is_as_on_one_device(num_rows, vocab, by_row):
