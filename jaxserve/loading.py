@@ -224,9 +224,7 @@ def _weights(
         if now - shown > 2.0:
             shown = now
 
-    weights = load_weights(checkpoint, skeleton, progress)
-    jax.block_until_ready(weights)
-    return weights
+    return load_weights(checkpoint, skeleton, progress)
 
 
 def _tokenizer(args: EngineArgs, live: Live | None, checkpoint: Checkpoint | None) -> Tokenizer | None:

@@ -39,6 +39,15 @@ class Machine:
     native: str  # why they can, or cannot
 
 
+def check_quantization(quantization: str, platform: str, num_devices: int) -> None:
+    """Raise ConfigError where int8 is not supported."""
+    if quantization == "int8" and (platform != "cpu" or num_devices > 1):
+        raise ConfigError(
+            f"quantization: int8 is supported on one CPU device, not on {platform} x {num_devices} "
+            "(have: auto, none)"
+        )
+
+
 def choose_packing(
     quantization: str,  # as in EngineArgs
     machine: Machine,
@@ -54,12 +63,8 @@ def choose_packing(
     exact = f"mode: exact {dtype}"
     if quantization == "none":
         return None, [exact]
+    check_quantization(quantization, machine.platform, machine.num_devices)
     on_one_cpu = machine.platform == "cpu" and machine.num_devices == 1
-    if quantization == "int8" and not on_one_cpu:
-        raise ConfigError(
-            "quantization: int8 is supported on one CPU device, "
-            f"not on {machine.platform} x {machine.num_devices} (have: auto, none)"
-        )
     tensors = _tensors(family, config, checkpoint)
     if quantization == "auto" and not any(ref.packing for refs in tensors.values() for ref in refs):
         return None, [exact]

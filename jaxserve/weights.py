@@ -143,7 +143,12 @@ def load_weights(
         return [_fill(leaf, [functools.partial(read_row, leaf, row) for row in rows])]
 
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="load") as pool:
-        return tuple(itertools.chain.from_iterable(pool.map(load, _by_parameter(skeleton))))
+        loaded = tuple(itertools.chain.from_iterable(pool.map(load, _by_parameter(skeleton))))
+    jax.block_until_ready(loaded)
+    # They count as this process's memory until then.
+    for ref in {ref.file: ref for ref in refs.values()}.values():
+        ref.release()
+    return loaded
 
 
 def _by_parameter(skeleton: ModelSkeleton) -> list[list[Leaf]]:

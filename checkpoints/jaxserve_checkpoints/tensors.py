@@ -79,6 +79,11 @@ class TensorRef:
         """
         return self._decode(self)
 
+    def release(self) -> None:
+        """Give the file's pages back to the system; what is read again later is mapped in again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._buffer.madvise(mmap.MADV_DONTNEED)
+
     def packed(self) -> PackedParts:
         """The tensor's values, scales and mins. Raises ValueError where `packing` is None."""
         if self.packing is None:

@@ -34,6 +34,7 @@ from jaxserve.kv_pool import PoolSpec
 from jaxserve.limits import SchedulerConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import Family, family_of, read_model
+from jaxserve.packing import check_quantization
 from jaxserve.plan.bucket import (
     BucketReport,
     MemoryExceededError,
@@ -196,6 +197,7 @@ class _Planner:
     def __init__(self, args: EngineArgs, target: Target, family: Family, config: ModelConfig) -> None:
         self.args, self.target, self.family, self.config = args, target, family, config
         platform = platform_of(target.mesh)
+        check_quantization(args.quantization, platform, target.mesh.size)
         self.dtype = choose_dtype(args, platform)
         self.attention = choose_attention(args, platform, target.chip.name)
         self.longest = args.max_model_len or config.max_position_embeddings

@@ -68,7 +68,7 @@ def find(directory: Path) -> tuple[str | None, str]:
     for isa in isas:
         try:
             load(isa, directory)
-        except BuildError as error:
+        except (BuildError, OSError) as error:  # OSError: a directory that cannot be written, or not run from
             reasons.append(f"{isa}: {error}")
         else:
             return isa, "; ".join([f"native kernels for {isa}", *reasons])

@@ -64,11 +64,11 @@ def strict(_strict: Served) -> Served:
 @pytest.fixture(scope="session")
 def _real() -> Iterator[Served]:
     limits = ("--max-model-len", "2048", "--max-num-seqs", "8", "--max-num-batched-tokens", "256")
-    yield from _serve("smollm2-135m-instruct", *limits)
+    yield from _serve("smollm2-135m-instruct", "--quantization", "none", *limits)
 
 
 @pytest.fixture
 def real(_real: Served) -> Served:
-    """The default model."""
+    """The default model in float32."""
     _real.sent.clear()
     return _real
