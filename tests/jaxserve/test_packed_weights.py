@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from gguf.quants import quantize
 from safetensors.numpy import load_file
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.batch import Bucket
 from jaxserve.errors import ConfigError
 from jaxserve.loading import cache_directory
 from jaxserve.models.llama_gguf import gguf_name
@@ -269,3 +271,15 @@ def test_packed_weights_are_expanded_over_several_devices() -> None:
 def test_int8_over_several_devices_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"quantization: int8 is supported on one CPU device.*cpu x 2"):
         LLM(UNTIED, quantization="int8", tensor_parallel_size=2, warmup="none")
+
+
+def test_a_step_copies_no_packed_matrix(native_kernels: None) -> None:
+    """The layers' loop hands the stacked arrays to the kernel whole."""
+    with engine(GOLDENS / "gguf" / "q4_1" / "model.gguf") as (llm, _):
+        text = llm._engine.runner._step.lower(Bucket(1, 1, True)).compile().as_text()
+        layers = [leaf for leaf in llm._engine.skeleton.leaves if leaf.packed and leaf.path[0] == "layers"]
+        smallest = min(int(np.prod(leaf.shape[1:])) for leaf in layers)  # of one layer
+    assert "jaxserve_packed_matmul" in text
+    moved = re.findall(r"= (?:u8|f16)\[([\d,]+)\]\S* (?:copy|dynamic-slice|fusion|transpose)\(", text)
+    assert moved  # the token's row of the embedding
+    assert all(np.prod([int(n) for n in shape.split(",")]) < smallest for shape in moved), moved
