@@ -113,10 +113,10 @@ def _tensors(
 
 def _form(refs: Sequence[TensorRef], quantization: str) -> PackedForm | None:
     """What one matrix of all layers is kept as; None: floats."""
-    layouts = {ref.packing for ref in refs}
-    first = next(iter(layouts), None)
-    if len(layouts) == 1 and first is not None:
-        return PackedForm(first.bits, first.has_mins)
+    layouts = [ref.packing for ref in refs if ref.packing is not None]
+    # Q4_0 beside Q4_1, as files made with an importance matrix have it: the first has mins of -8 scales.
+    if layouts and len(layouts) == len(refs) and len({layout.bits for layout in layouts}) == 1:
+        return PackedForm(layouts[0].bits, any(layout.has_mins for layout in layouts))
     return INT8 if quantization == "int8" else None
 
 

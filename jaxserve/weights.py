@@ -109,8 +109,14 @@ def load_weights(
         assert leaf.packed is not None
         (name,) = row.names
         ref, form = refs[name], leaf.packed.form
-        if ref.packing is not None and (ref.packing.bits, ref.packing.has_mins) == form:
+        layout = ref.packing
+        if layout is not None and layout.bits == form.bits and layout.has_mins <= form.has_mins:
             values, scales, mins = ref.packed()
+            if mins is None and form.has_mins:
+                with np.errstate(over="ignore"):
+                    mins = -np.float16(1 << (form.bits - 1)) * scales  # exact: a power of two
+                if (np.isinf(mins) & np.isfinite(scales)).any():
+                    raise CheckpointError(f"{ref.file}: tensor {ref.name} has scales too large for {form}")
             mins = None if mins is None else ordered(name, mins)
             weight = (pack4 if form.bits == 4 else pack)(ordered(name, values), ordered(name, scales), mins)
         else:

@@ -196,6 +196,18 @@ def test_a_matrix_whose_format_changes_between_layers_is_a_float_one(
         assert llm._engine.skeleton.num_bytes < 0.4 * num_bytes
 
 
+def test_formats_of_the_same_bits_stay_packed_together(tmp_path: Path, native_kernels: None) -> None:
+    path = to_gguf(UNTIED, tmp_path / "m.gguf", lambda n: Kind.Q4_0 if "layers.0.mlp" in n else Q4_1)
+    with engine(path, "none") as (llm, _):
+        exact = llm.logits(PROMPT)
+        values = {name: np.asarray(value) for name, value in llm.named_weights().items()}
+    with engine(path) as (llm, lines):
+        assert not any("kept in" in line for line in lines), lines
+        for name, value in llm.named_weights().items():
+            np.testing.assert_allclose(np.asarray(value), values[name], rtol=1e-5, atol=1e-6)
+        assert divergence(exact, llm.logits(PROMPT)) < 3e-3
+
+
 def test_a_width_that_is_not_whole_groups_stays_float(native_kernels: None) -> None:
     pack = GOLDENS / "arch" / "gemma3_text"  # hidden 48, so the output projection alone is packed
     ids, expected = golden(pack)
