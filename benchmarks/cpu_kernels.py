@@ -10,7 +10,7 @@ with other work the figures are hints.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -168,4 +168,8 @@ def main(what: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["attention", "matmul"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="*", help="attention, matmul; both by default")
+    main(parser.parse_args().what or ["attention", "matmul"])
