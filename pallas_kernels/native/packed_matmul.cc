@@ -92,15 +92,17 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::B
 
   // Kept for the next call: most calls of a program have the same sizes.
   static thread_local std::vector<int8_t> values;
-  static thread_local std::vector<float> scales, sums;
+  static thread_local std::vector<float> scales, middles, sums;
   values.resize(live * num_inputs);
   scales.resize(live * num_groups);
+  middles.resize(live * num_groups);
   sums.resize(live * num_groups);
   int8_t* const v = values.data();
-  float *const s = scales.data(), *const m = sums.data();
+  float *const s = scales.data(), *const c = middles.data(), *const m = sums.data();
   const float* const floats = x.typed_data();
   const auto quantize = [&](int64_t t) {
-    quantize_row(floats + t * num_inputs, num_groups, v + t * num_inputs, s + t * num_groups, m + t * num_groups);
+    const int64_t at = t * num_groups;
+    quantize_row(floats + t * num_inputs, num_groups, v + t * num_inputs, s + at, c + at, m + at);
   };
   constexpr int64_t kRowsTogether = 16;
   if (live <= kRowsTogether) {
@@ -116,7 +118,7 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::B
   for (const Product& p : products) num_blocks += p.num_blocks;
   // A few pieces for each thread: the last to end is not far behind, and each reads a run of memory.
   const int64_t blocks_together = std::max<int64_t>(1, num_blocks / (4 * team.num_threads()));
-  const Activations activations{v, s, m, num_groups};
+  const Activations activations{v, s, c, m, num_groups};
   team.run((num_blocks + blocks_together - 1) / blocks_together, [&](int64_t i) {
     const int64_t end = std::min(num_blocks, (i + 1) * blocks_together);
     for (int64_t block = i * blocks_together; block < end; ++block) {

@@ -17,23 +17,28 @@ constexpr int kOutputs = 16;  // of a block
 constexpr int kInputs = 32;   // of a block, and of a group of activations
 constexpr int kSteps = kInputs / 4;
 
-// Activations as 8-bit integers: x[t, 32 g + i] = scale[t, g] * values[t, 32 g + i].
+// Activations as 8-bit integers: x[t, 32 g + i] = scale[t, g] * values[t, 32 g + i] + middle[t, g].
 struct Activations {
-  const int8_t* values;   // [num_tokens, num_groups * 32]
-  const float* scales;    // [num_tokens, num_groups]
-  const float* sums;      // [num_tokens, num_groups]: of the values, as floats (they are whole numbers)
+  const int8_t* values;  // [num_tokens, num_groups * 32]
+  const float* scales;   // [num_tokens, num_groups]
+  const float* middles;  // [num_tokens, num_groups]
+  const float* sums;     // [num_tokens, num_groups]: of a group's x, as it is rounded
   int64_t num_groups;
 };
 
-inline void quantize_row(const float* x, int64_t num_groups, int8_t* values, float* scales, float* sums) {
+// The integers cover a group's own range: one large value of one sign leaves the others twice as fine.
+inline void quantize_row(const float* x, int64_t num_groups, int8_t* values, float* scales, float* middles,
+                         float* sums) {
   for (int64_t g = 0; g < num_groups; ++g, x += kInputs, values += kInputs) {
     const Floats a = load(x), b = load(x + 16);
-    const float most = max_lane(max(abs(a), abs(b)));
-    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-    const Dot low = round_to_bytes(values, a * splat(inverse));
-    const Dot high = round_to_bytes(values + 16, b * splat(inverse));
-    scales[g] = most / 127.0f;
-    sums[g] = static_cast<float>(sum_lanes(low + high));
+    const float high = max_lane(max(a, b)), low = -max_lane(max(zeros() - a, zeros() - b));
+    const float half = 0.5f * high - 0.5f * low, middle = 0.5f * high + 0.5f * low;
+    const Floats inverse = splat(half > 0.0f ? 127.0f / half : 0.0f), center = splat(middle);
+    const Dot first = round_to_bytes(values, (a - center) * inverse);
+    const Dot second = round_to_bytes(values + 16, (b - center) * inverse);
+    scales[g] = half / 127.0f;
+    middles[g] = middle;
+    sums[g] = scales[g] * static_cast<float>(sum_lanes(first + second)) + kInputs * middle;
   }
 }
 
@@ -59,8 +64,7 @@ void tile(const Matrix<Scale>& matrix, int64_t block, const Activations& x, int6
   const Scale* scales = matrix.scales + block * num_scales * kOutputs;
   const Scale* mins = matrix.mins == nullptr ? nullptr : matrix.mins + block * num_scales * kOutputs;
   const int8_t* values = x.values + token * row;
-  const float* x_scales = x.scales + token * num_groups;
-  const float* x_sums = x.sums + token * num_groups;
+  const int64_t first = token * num_groups;
 
   Floats y_tile[T];
   for (int t = 0; t < T; ++t) y_tile[t] = zeros();
@@ -79,9 +83,11 @@ void tile(const Matrix<Scale>& matrix, int64_t block, const Activations& x, int6
       until_scale = matrix.groups_per_scale;
     }
     --until_scale;
-    Floats dots[T];
+    constexpr int32_t kOnes = 0x01010101;
+    Floats dots[T], sum_of_weights;
     if constexpr (kBits == 4 || kDotTakesBytes) {
       Bytes steps[kSteps];
+      Dot ones = no_dot();
       for (int j = 0; j < kSteps; ++j) {
         if constexpr (kBits == 4) {
           const Bytes two = load_bytes(w + 64 * (j / 2));
@@ -89,7 +95,9 @@ void tile(const Matrix<Scale>& matrix, int64_t block, const Activations& x, int6
         } else {
           steps[j] = load_bytes(w + 64 * j);
         }
+        ones = dot(ones, steps[j], kOnes);
       }
+      sum_of_weights = total(ones);
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t) {
         Dot sum = no_dot();
@@ -99,25 +107,28 @@ void tile(const Matrix<Scale>& matrix, int64_t block, const Activations& x, int6
       }
     } else {
       // Bytes as two nibbles: what `dot` takes without saturating.
-#pragma GCC unroll 16
-      for (int t = 0; t < T; ++t) {
+      const auto by_nibbles = [&](auto four) {
         Dot low = no_dot(), high = no_dot();
 #pragma GCC unroll 8
         for (int j = 0; j < kSteps; ++j) {
           const Bytes bytes = load_bytes(w + 64 * j);
-          const int32_t four = load_int(values + t * row + 4 * j);
-          low = dot(low, low_nibbles(bytes), four);
-          high = dot(high, high_nibbles(bytes), four);
+          low = dot(low, low_nibbles(bytes), four(j));
+          high = dot(high, high_nibbles(bytes), four(j));
         }
-        dots[t] = fma(total(high), splat(16.0f), total(low));
+        return fma(total(high), splat(16.0f), total(low));
+      };
+      sum_of_weights = by_nibbles([](int) { return kOnes; });
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t) {
+        dots[t] = by_nibbles([&](int j) { return load_int(values + t * row + 4 * j); });
       }
     }
-    // weight = scale * value + min, so the sum over a group is scale * dot + min * (sum of activations).
+    // A weight is scale * value + min and an activation x_scale * integer + middle.
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) {
-      const Floats x_scale = splat(x_scales[t * num_groups + g]);
-      const Floats x_sum = splat(x_sums[t * num_groups + g]);
-      y_tile[t] = fma(fma(dots[t], scale, x_sum * min), x_scale, y_tile[t]);
+      const int64_t at = first + t * num_groups + g;
+      const Floats of_values = fma(splat(x.middles[at]), sum_of_weights, splat(x.scales[at]) * dots[t]);
+      y_tile[t] = fma(min, splat(x.sums[at]), fma(of_values, scale, y_tile[t]));
     }
   }
   for (int t = 0; t < T; ++t) {

@@ -25,7 +25,7 @@ def packed_matmul(
     chip: str | None = None,
     implementation: str = "auto",
 ) -> list[jax.Array]:
-    """Activations, rounded to 8-bit integers in groups of 32, times each of some packed weights.
+    """Activations, rounded to 8-bit integers over the range of each 32, times each of some packed weights.
 
     The sums over a group are exact integers; scales and the sums over groups are float32. What a token gets
     does not depend on the others in the batch.

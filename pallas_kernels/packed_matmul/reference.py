@@ -9,11 +9,12 @@ from pallas_kernels.packed_matmul.weight import INPUTS, PackedWeight, dequantize
 
 
 def quantized_activations(x: jax.Array) -> jax.Array:
-    """x [num_tokens, in] rounded to 8 bits in groups of 32, as float32."""
+    """x [num_tokens, in] rounded to 8 bits over the range of each group of 32, as float32."""
     groups = x.astype(jnp.float32).reshape(x.shape[0], -1, INPUTS)
-    most = jnp.abs(groups).max(axis=2, keepdims=True)
-    inverse = jnp.where(most > 0, 127.0 / jnp.where(most > 0, most, 1.0), 0.0)
-    return (jnp.round(groups * inverse) * (most / 127.0)).reshape(x.shape)
+    high, low = groups.max(axis=2, keepdims=True), groups.min(axis=2, keepdims=True)
+    half, middle = 0.5 * high - 0.5 * low, 0.5 * high + 0.5 * low
+    inverse = jnp.where(half > 0, 127.0 / jnp.where(half > 0, half, 1.0), 0.0)
+    return (jnp.round((groups - middle) * inverse) * (half / 127.0) + middle).reshape(x.shape)
 
 
 def reference_packed_matmul(x: jax.Array, weight: PackedWeight, out_size: int) -> jax.Array:

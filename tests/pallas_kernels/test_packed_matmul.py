@@ -44,11 +44,13 @@ def _weight(
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    """The activations that the operation promises: 8 bits in groups of 32."""
+    """The activations that the operation promises: 8 bits over the range of each group of 32."""
     groups = x.astype(np.float32).reshape(len(x), -1, 32)
-    most = np.abs(groups).max(axis=2, keepdims=True)
-    inverse = np.divide(np.float32(127.0), most, out=np.zeros_like(most), where=most > 0)
-    return (np.rint(groups * inverse).astype(np.float64) * (most / np.float32(127.0))).reshape(x.shape)
+    high, low = groups.max(axis=2, keepdims=True), groups.min(axis=2, keepdims=True)
+    half, middle = (high - low) / 2, (high + low) / 2
+    inverse = np.divide(np.float32(127.0), half, out=np.zeros_like(half), where=half > 0)
+    whole = np.rint((groups - middle) * inverse).astype(np.float64)
+    return (whole * (half / np.float32(127.0)) + middle).reshape(x.shape)
 
 
 def _assert_close(found: Any, x: np.ndarray, whole: np.ndarray) -> None:
@@ -87,7 +89,8 @@ def test_a_native_product_is_the_exact_one_of_rounded_activations(
     weight, whole = _weight(rng, shape, bits, has_mins)
     x = rng.normal(size=(num_tokens, shape[1])).astype(np.float32)
     x[0] = 0.0
-    x[-1, ::3] *= 1e4  # most of the group rounds to zero
+    x[-1, ::3] *= 1e4  # the others of a group are lost in the rounding
+    x[-1, :32] = 7.5  # a group without a range
     [found] = packed_matmul(jnp.asarray(x), [weight], [shape[0]], chip=isa)
     _assert_close(found, x, whole)
 
