@@ -136,7 +136,16 @@ def _run(command: list[str]) -> None:
 def _command(isa: str) -> list[str]:
     switches = [f"-m{flag.replace('avx512_vnni', 'avx512vnni').replace('_', '')}" for flag in _FLAGS[isa]]
     define = f"-DJAXSERVE_{isa.upper()}"
-    return ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-w", define, *switches]
+    return [
+        "-O3",
+        "-std=c++17",
+        "-fPIC",
+        "-fno-math-errno",
+        "-fvisibility-inlines-hidden",
+        "-w",
+        define,
+        *switches,
+    ]
 
 
 def _check_owner(path: Path) -> None:

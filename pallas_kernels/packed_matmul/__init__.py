@@ -1,5 +1,6 @@
 """Activations in 8-bit integers times weights of 4 or 8 bits, for CPUs."""
 
+from pallas_kernels.packed_matmul.activations import Activations, Gated, Normed, written_out
 from pallas_kernels.packed_matmul.api import packed_matmul
 from pallas_kernels.packed_matmul.weight import (
     PackedWeight,
@@ -10,4 +11,16 @@ from pallas_kernels.packed_matmul.weight import (
     quantize_int8,
 )
 
-__all__ = ["PackedWeight", "dequantize", "dequantize_rows", "pack", "pack4", "packed_matmul", "quantize_int8"]
+__all__ = [
+    "Activations",
+    "Gated",
+    "Normed",
+    "PackedWeight",
+    "dequantize",
+    "dequantize_rows",
+    "pack",
+    "pack4",
+    "packed_matmul",
+    "quantize_int8",
+    "written_out",
+]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.packed_matmul.activations import Activations, written_out
 from pallas_kernels.packed_matmul.cpu import cpu_packed_matmul
 from pallas_kernels.packed_matmul.reference import reference_packed_matmul
 from pallas_kernels.packed_matmul.weight import INPUTS, PackedWeight
@@ -15,12 +16,14 @@ from pallas_kernels.support import resolve
 
 
 def packed_matmul(
-    x: jax.Array,
+    x: Activations,
     weights: Sequence[PackedWeight],
     out_sizes: Sequence[int],
     *,
     layer: int | jax.Array | None = None,
     num_live: int | jax.Array | None = None,
+    residual: jax.Array | None = None,
+    is_fine: bool = False,
     platform: str = "cpu",
     chip: str | None = None,
     implementation: str = "auto",
@@ -31,11 +34,13 @@ def packed_matmul(
     does not depend on the others in the batch.
 
     Args:
-        x: float32 or bfloat16 [num_tokens, in], finite.
+        x: float32 or bfloat16 [num_tokens, in], finite; or what makes it (`Normed`, `Gated`).
         weights: as `pack` lays them out, of one layer or of all (stacked).
         out_sizes: of each weight, how many outputs it has.
         layer: int32 [], which layer of stacked weights; None where they are of one.
         num_live: int32 [], the leading rows that count; the others become zeros. None: all.
+        residual: [num_tokens, out_size], added to the product with the one weight there is then.
+        is_fine: activations of 16 bits, in two parts of 8, at nearly twice the arithmetic.
         platform: "cpu": the target, never asked of the running process.
         chip: the target's instruction set (`native.ISAS`), None when native code cannot be used.
         implementation: "auto", "cpu" or "reference".
@@ -47,22 +52,33 @@ def packed_matmul(
         NotImplementedError: no implementation for the platform, or the named one does not run on the chip.
         ValueError: shapes or dtypes do not fit together.
     """
-    _validate(x, weights, out_sizes, layer)
+    first = x if isinstance(x, jax.Array) else x[0]
+    _validate(first, weights, out_sizes, layer)
+    if residual is not None and (len(weights) != 1 or residual.shape != (first.shape[0], out_sizes[0])):
+        raise ValueError(f"a residual {list(residual.shape)} goes with one weight of its own size")
     name = resolve("packed_matmul", platform, implementation, chip=chip)
-    live = jnp.asarray(x.shape[0] if num_live is None else num_live, jnp.int32)
+    live = jnp.asarray(first.shape[0] if num_live is None else num_live, jnp.int32)
     if name == "cpu":
         assert chip is not None  # `support` names the chips of this one
-        index = jnp.asarray(0 if layer is None else layer, jnp.int32)
         found = cpu_packed_matmul(
-            x.astype(jnp.float32), weights, out_sizes, layer=index, num_live=live, isa=chip
+            jax.tree.map(lambda a: a.astype(jnp.float32) if isinstance(a, jax.Array) else a, x),
+            weights,
+            out_sizes,
+            layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
+            num_live=live,
+            residual=residual,
+            is_fine=is_fine,
+            isa=chip,
         )
-        return [y.astype(x.dtype) for y in found]
-    is_live = jnp.arange(x.shape[0])[:, None] < live
+        return [y.astype(first.dtype) for y in found]
+    is_live = jnp.arange(first.shape[0])[:, None] < live
+    whole = jnp.where(is_live, written_out(x), jnp.zeros((), first.dtype))
     found = []
     for weight, size in zip(weights, out_sizes, strict=True):
         own = weight if layer is None else weight.of_layer(layer)
-        y = reference_packed_matmul(jnp.where(is_live, x, jnp.zeros((), x.dtype)), own, size)
-        found.append(jnp.where(is_live, y, 0.0).astype(x.dtype))
+        y = reference_packed_matmul(whole, own, size, is_fine=is_fine)
+        y = y if residual is None else y + residual
+        found.append(jnp.where(is_live, y, 0.0).astype(first.dtype))
     return found
 
 

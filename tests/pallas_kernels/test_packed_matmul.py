@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.packed_matmul import (
+    Gated,
+    Normed,
     PackedWeight,
     dequantize,
     dequantize_rows,
@@ -43,18 +45,20 @@ def _weight(
     return (pack4 if bits == 4 else pack)(values, scales, mins), whole
 
 
-def _rounded(x: np.ndarray) -> np.ndarray:
-    """The activations that the operation promises: 8 bits over the range of each group of 32."""
+def _rounded(x: np.ndarray, *, is_fine: bool = False) -> np.ndarray:
+    """The activations that the operation promises: 8 (16) bits over the range of each group of 32."""
     groups = x.astype(np.float32).reshape(len(x), -1, 32)
     high, low = groups.max(axis=2, keepdims=True), groups.min(axis=2, keepdims=True)
     half, middle = (high - low) / 2, (high + low) / 2
-    inverse = np.divide(np.float32(127.0), half, out=np.zeros_like(half), where=half > 0)
-    whole = np.rint((groups - middle) * inverse).astype(np.float64)
+    steps = (groups - middle) * np.divide(np.float32(127.0), half, out=np.zeros_like(half), where=half > 0)
+    whole = np.rint(steps).astype(np.float64)
+    if is_fine:
+        whole += np.rint((steps - whole) * 254) / 254
     return (whole * (half / np.float32(127.0)) + middle).reshape(x.shape)
 
 
-def _assert_close(found: Any, x: np.ndarray, whole: np.ndarray) -> None:
-    expected = _rounded(x) @ whole.T
+def _assert_close(found: Any, x: np.ndarray, whole: np.ndarray, *, is_fine: bool = False) -> None:
+    expected = _rounded(x, is_fine=is_fine) @ whole.T
     # What float32 sums may be off by, whatever cancels.
     size = np.abs(_rounded(x)) @ np.abs(whole).T
     assert np.all(np.abs(np.asarray(found, np.float64) - expected) <= 4e-6 * size + 1e-30)
@@ -102,6 +106,63 @@ def test_the_plain_twin_computes_the_same(bits: int, has_mins: bool) -> None:
     x = rng.normal(size=(5, 64)).astype(np.float32)
     [found] = packed_matmul(jnp.asarray(x), [weight], [50], implementation="reference")
     _assert_close(found, x, whole)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize(("bits", "has_mins"), FORMATS)
+def test_fine_activations_have_16_bits(isa: str, bits: int, has_mins: bool, implementation: str) -> None:
+    rng = np.random.default_rng(9)
+    weight, whole = _weight(rng, (50, 128, 2), bits, has_mins)
+    x = rng.normal(size=(19, 128)).astype(np.float32)
+    [found] = packed_matmul(
+        jnp.asarray(x), [weight], [50], is_fine=True, chip=isa, implementation=implementation
+    )
+    _assert_close(found, x, whole, is_fine=True)
+    exact = np.abs(_rounded(x, is_fine=True) - x).max()
+    assert exact < np.abs(_rounded(x) - x).max() / 100
+
+
+def _normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5) * weight
+
+
+def _gated(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
+    z = gate.astype(np.float64)
+    if activation == "gelu":
+        return 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) * up
+    return z / (1 + np.exp(-z)) * up
+
+
+@pytest.mark.parametrize("before", ["norm", "silu", "gelu"])
+def test_norm_gate_and_residual_are_parts_of_the_product(isa: str, before: str) -> None:
+    rng = np.random.default_rng(10)
+    weight, whole = _weight(rng, (50, 96, 3), 8, False)
+    x, up = (3 * rng.normal(size=(2, 21, 96))).astype(np.float32)
+    x[3] = 0.0
+    x[4, :8] = 90.0 * np.sign(x[4, :8])  # where the exponential ends
+    residual = rng.normal(size=(21, 50)).astype(np.float32)
+    if before == "norm":
+        made, activations = _normed(x, up[0]), Normed(jnp.asarray(x), jnp.asarray(up[0]), 1e-5)
+    else:
+        made = _gated(x, up, before)
+        activations = Gated(jnp.asarray(x), jnp.asarray(up), before)
+    np.testing.assert_allclose(activations.array(), made, rtol=3e-6, atol=3e-6)
+    for implementation in ("cpu", "reference"):
+        [found] = packed_matmul(
+            activations,
+            [weight],
+            [50],
+            num_live=17,
+            residual=jnp.asarray(residual),
+            is_fine=True,
+            chip=isa,
+            implementation=implementation,
+        )
+        # A value next to a half may be rounded to either side: one fine step of its group.
+        slack = np.abs(made).reshape(21, -1, 32).max(axis=2) @ np.abs(whole).reshape(50, -1, 32).max(axis=2).T
+        error = np.abs(np.asarray(found[:17], np.float64) - residual[:17] - (made @ whole.T)[:17])
+        assert np.all(error <= 2e-3 * slack[:17] + 1e-5)
+        np.testing.assert_array_equal(found[17:], 0.0)
 
 
 def test_integers_at_the_ends_of_their_range_do_not_saturate(isa: str) -> None:
@@ -191,6 +252,8 @@ def test_what_does_not_fit_is_refused() -> None:
         packed_matmul(x, [weight], [48], layer=0, implementation="reference")
     with pytest.raises(ValueError, match="mins"):
         packed_matmul(x, [weight._replace(mins=weight.scales[:1])], [48], implementation="reference")
+    with pytest.raises(ValueError, match="residual"):
+        packed_matmul(x, [weight], [48], residual=jnp.zeros((2, 47)), implementation="reference")
     with pytest.raises(NotImplementedError, match="platform 'tpu'"):
         packed_matmul(x, [weight], [48], platform="tpu")
     with pytest.raises(NotImplementedError, match="avx2"):
