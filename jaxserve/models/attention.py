@@ -15,6 +15,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import Linear, RMSNorm, linears
 from jaxserve.models.rope import apply_rope
 from jaxserve.sharding import HeadSharding
+from pallas_kernels.packed_matmul import Activations
 
 Layout = Literal["looped", "stacked", "unrolled"]
 NO_WINDOW = 2**30  # a window longer than any context
@@ -75,11 +76,17 @@ class Attention(nnx.Module):
         self.head_dim = d
 
     def __call__(
-        self, x: jax.Array, place: LayerPlace, attend: AttendFn, kv_pool: jax.Array
+        self,
+        x: Activations,
+        place: LayerPlace,
+        attend: AttendFn,
+        kv_pool: jax.Array,
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """x [num_tokens, hidden] -> the same, and the pool."""
-        num_tokens = x.shape[0]
-        projected = linears(x, [self.q_proj, self.k_proj, self.v_proj], place.num_live)
+        """x [num_tokens, hidden] -> the same with the residual added, and the pool."""
+        # What rounding does to q and k, a softmax makes much of: they are half of the divergence at 8 bits.
+        projected = linears(x, [self.q_proj, self.k_proj, self.v_proj], place.num_live, is_fine=True)
+        num_tokens = projected[0].shape[0]
         # [num_tokens, num_heads, head_dim], and num_kv_heads of k and v
         q, k, v = (y.reshape(num_tokens, -1, self.head_dim) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
@@ -87,4 +94,4 @@ class Attention(nnx.Module):
         q, k = apply_rope(q, *place.rope), apply_rope(k, *place.rope)
         window = {} if place.window is None else {"window": place.window}
         out, kv_pool = attend(place.index, q, k, v, kv_pool, **window)
-        return self.o_proj(out.reshape(num_tokens, -1), place.num_live), kv_pool
+        return self.o_proj(out.reshape(num_tokens, -1), place.num_live, residual), kv_pool

@@ -56,9 +56,8 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, place: LayerPlace, attend: AttendFn, kv_pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """x [num_tokens, hidden] -> the same, and the pool."""
-        attended, kv_pool = self.self_attn(self.input_layernorm(x), place, attend, kv_pool)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x), place.num_live), kv_pool
+        x, kv_pool = self.self_attn(self.input_layernorm.before(x), place, attend, kv_pool, residual=x)
+        return self.mlp(self.post_attention_layernorm.before(x), place.num_live, residual=x), kv_pool
 
 
 def layer_norm(config: ModelConfig, dtype: jnp.dtype) -> RMSNorm:

@@ -13,8 +13,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.config import Activation, ModelConfig
-from pallas_kernels.packed_matmul import PackedWeight, dequantize_rows, packed_matmul
+from jaxserve.models.config import ModelConfig
+from pallas_kernels.packed_matmul import (
+    Activations,
+    Gated,
+    Normed,
+    PackedWeight,
+    dequantize_rows,
+    packed_matmul,
+    written_out,
+)
 
 MODEL_AXIS = "model"
 T = TypeVar("T")
@@ -179,30 +187,41 @@ class PackedMatrix(nnx.Module):
 
 
 def packed_products(
-    x: jax.Array, matrices: Sequence[PackedMatrix], num_live: jax.Array | None = None
+    x: Activations,
+    matrices: Sequence[PackedMatrix],
+    num_live: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    is_fine: bool = False,
 ) -> list[jax.Array]:
     """x [num_tokens, in] times each matrix -> [num_tokens, out] each, in one call of the kernel.
 
-    `num_live`: int32 [], the leading rows of x that count; the others become zeros. None: all.
+    See `packed_matmul` for the other arguments.
     """
-    if not matrices:
-        return []
     parts = [part for matrix in matrices for part in matrix.parts()]
     layer = None
     if isinstance(parts[0], StackedWeight):  # the kernel is told where to read
         layer, parts = parts[0].index, [part.array for part in parts]
+    sizes = [matrix.out_size for matrix in matrices]
 
-    def multiply(*args: jax.Array) -> list[jax.Array]:
-        *arrays, x = args
+    def multiply(*arrays: jax.Array) -> list[jax.Array]:
         found = iter(arrays)
         weights = [
             PackedWeight(next(found), next(found), next(found) if matrix.form.has_mins else None)
             for matrix in matrices
         ]
-        sizes = [matrix.out_size for matrix in matrices]
-        return packed_matmul(x, weights, sizes, layer=layer, num_live=num_live, chip=matrices[0].chip)
+        return packed_matmul(
+            x,
+            weights,
+            sizes,
+            layer=layer,
+            num_live=num_live,
+            residual=residual,
+            is_fine=is_fine,
+            chip=matrices[0].chip,
+        )
 
-    return with_weights(multiply, parts, x)
+    return with_weights(multiply, parts)
 
 
 class Linear(nnx.Module):
@@ -217,20 +236,31 @@ class Linear(nnx.Module):
         self.weight = sharded_param((out_size, in_size), dtype, axes)  # [out, in]
         self.bias = sharded_param((out_size,), dtype, (axes[0],)) if bias else None  # [out]
 
-    def __call__(self, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
-        return linears(x, [self], num_live)[0]
+    def __call__(
+        self, x: Activations, num_live: jax.Array | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """x [num_tokens, in] -> [num_tokens, out], with the residual [num_tokens, out] added."""
+        if isinstance(self.weight, PackedMatrix):
+            [y] = packed_products(x, [self.weight], num_live, residual=residual)
+        else:
+            y = linear(written_out(x), self.weight[...])
+            y = y if residual is None else residual + y
+        return y if self.bias is None else y + self.bias[...][None, :]
 
 
-def linears(x: jax.Array, layers: Sequence[Linear], num_live: jax.Array | None = None) -> list[jax.Array]:
-    """Some linears of one input x [num_tokens, in]; the packed ones share a call (see `packed_products`)."""
-    weights = [layer.weight for layer in layers]
-    products = iter(packed_products(x, [w for w in weights if isinstance(w, PackedMatrix)], num_live))
-    found = []
-    for layer in layers:
-        weight = layer.weight
-        y = next(products) if isinstance(weight, PackedMatrix) else linear(x, weight[...])
-        found.append(y if layer.bias is None else y + layer.bias[...][None, :])
-    return found
+def linears(
+    x: Activations, layers: Sequence[Linear], num_live: jax.Array | None = None, *, is_fine: bool = False
+) -> list[jax.Array]:
+    """Some linears of one input x [num_tokens, in]; if all are packed they share a call."""
+    matrices = [layer.weight for layer in layers if isinstance(layer.weight, PackedMatrix)]
+    if len(matrices) < len(layers):
+        x = written_out(x)
+        return [layer(x, num_live) for layer in layers]
+    found = packed_products(x, matrices, num_live, is_fine=is_fine)
+    return [
+        y if layer.bias is None else y + layer.bias[...][None, :]
+        for y, layer in zip(found, layers, strict=True)
+    ]
 
 
 class RMSNorm(nnx.Module):
@@ -243,6 +273,12 @@ class RMSNorm(nnx.Module):
         self.weight = sharded_param((size,), dtype, (None,))  # [size]
         self.eps = eps
         self.unit_offset = unit_offset
+
+    def before(self, x: jax.Array) -> Activations:
+        """x [num_tokens, size] normed, for a product that does it itself if it can."""
+        if self.unit_offset or x.dtype != jnp.float32:
+            return self(x)
+        return Normed(x, self.weight[...], self.eps)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., size] -> the same."""
@@ -273,13 +309,9 @@ class Embedding(nnx.Module):
     def logits(self, hidden: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
         """hidden [num_rows, hidden] -> float32 [num_rows, vocab]"""
         if isinstance(self.weight, PackedMatrix):
-            return packed_products(hidden.astype(jnp.float32), [self.weight], num_live)[0]
+            x = hidden.astype(jnp.float32)
+            return packed_products(x, [self.weight], num_live, is_fine=True)[0]
         return linear(hidden, self.weight[...], jnp.float32)
-
-
-def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The gate's nonlinearity, by its name in `ModelConfig`."""
-    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 class MLP(nnx.Module):
@@ -292,6 +324,9 @@ class MLP(nnx.Module):
         self.down_proj = Linear(i, h, bias=bias, dtype=dtype, shard="in")
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: Activations, num_live: jax.Array | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """x [num_tokens, hidden] -> the same, with the residual added."""
         gate, up = linears(x, [self.gate_proj, self.up_proj], num_live)
-        return self.down_proj(activate(gate, self.activation) * up, num_live)
+        return self.down_proj(Gated(gate, up, self.activation), num_live, residual)

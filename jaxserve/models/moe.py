@@ -15,12 +15,12 @@ from jaxserve.models.layers import (
     MODEL_AXIS,
     Linear,
     StackedWeight,
-    activate,
     linear,
     sharded_param,
     with_weights,
 )
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.packed_matmul import Activations, Gated, written_out
 
 
 class Experts(nnx.Module):
@@ -60,8 +60,14 @@ class SparseMLP(nnx.Module):
             probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
         return probs, chosen
 
-    def __call__(self, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
-        """x [num_tokens, hidden] -> the same, of all rows."""
+    def __call__(
+        self, x: Activations, num_live: jax.Array | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """x [num_tokens, hidden] -> the same, of all rows, with the residual added."""
+        y = self._experts_of(written_out(x))
+        return y if residual is None else residual + y
+
+    def _experts_of(self, x: jax.Array) -> jax.Array:
         own = self.experts
         weights = [own.gate_proj[...], own.up_proj[...], own.down_proj[...]]
         args = x, *self.route(x)
@@ -127,7 +133,7 @@ def run_experts(
         return grouped_matmul(rows, groups, all_sizes, platform=platform)
 
     rows = x[order // top_k]  # [num_tokens * top_k, hidden]
-    hidden = activate(multiply(rows, gate), activation) * multiply(rows, up)
+    hidden = Gated(multiply(rows, gate), multiply(rows, up), activation).array()
     out = multiply(hidden, down)[jnp.argsort(order)].reshape(num_tokens, top_k, -1)
     # Rows of experts that were not given are zeros.
     return jnp.sum(out.astype(jnp.float32) * probs[:, :, None], axis=1).astype(x.dtype)
