@@ -23,11 +23,11 @@ class Normed(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """activation(gate) * up (Shazeer, 2020, arXiv:2002.05202); gelu is the form with tanh."""
+    """activation(gate) * up (Shazeer, 2020, arXiv:2002.05202)."""
 
     gate: jax.Array  # [num_tokens, in]
     up: jax.Array  # [num_tokens, in]
-    activation: Literal["silu", "gelu"]
+    activation: Literal["silu", "gelu_tanh"]
 
     def array(self) -> jax.Array:
         """The same, written out."""

@@ -12,7 +12,7 @@ from pallas_kernels.native import target
 from pallas_kernels.packed_matmul.activations import Activations, Gated, Normed
 from pallas_kernels.packed_matmul.weight import PackedWeight
 
-_NOTHING, _NORM, _GATES = 0, 1, {"silu": 2, "gelu": 3}  # `Before` in packed_matmul.h
+_NOTHING, _NORM, _GATES = 0, 1, {"silu": 2, "gelu_tanh": 3}  # `Before` in packed_matmul.h
 
 
 def cpu_packed_matmul(
