@@ -57,7 +57,7 @@ struct Inputs {
   }
 };
 
-// x: float32 [num_tokens, in]; the first num_live rows are computed, the others are zeros. What follows: the
+// x: float32 [num_tokens, in]; the first num_live rows are computed, the others left alone. What follows: the
 // norm's weight or the gate's other factor, and the residual, those that there are; then the weights' arrays.
 ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR0<ffi::S32> layer,
                          ffi::BufferR0<ffi::S32> num_live, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -95,7 +95,6 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::B
     m.y = (*y)->typed_data();
     m.residual = residual;
     m.num_outputs = (*y)->dimensions()[1];
-    std::memset(m.y + live * m.num_outputs, 0, (num_tokens - live) * m.num_outputs * sizeof(float));
     num_blocks += m.num_blocks;
     matrices.push_back(m);
   }

@@ -38,7 +38,8 @@ def packed_matmul(
         weights: as `pack` lays them out, of one layer or of all (stacked).
         out_sizes: of each weight, how many outputs it has.
         layer: int32 [], which layer of stacked weights; None where they are of one.
-        num_live: int32 [], the leading rows that count; the others become zeros. None: all.
+        num_live: int32 [], the leading rows that count; None: all. The others' results may be anything,
+            NaN too: to write even zeros there takes longer than all else that padding costs.
         residual: [num_tokens, out_size], added to the product with the one weight there is then.
         is_fine: activations of 16 bits, in two parts of 8, at nearly twice the arithmetic.
         platform: "cpu": the target, never asked of the running process.
@@ -78,7 +79,7 @@ def packed_matmul(
         own = weight if layer is None else weight.of_layer(layer)
         y = reference_packed_matmul(whole, own, size, is_fine=is_fine)
         y = y if residual is None else y + residual
-        found.append(jnp.where(is_live, y, 0.0).astype(first.dtype))
+        found.append(y.astype(first.dtype))
     return found
 
 

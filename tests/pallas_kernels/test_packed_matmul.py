@@ -162,7 +162,6 @@ def test_norm_gate_and_residual_are_parts_of_the_product(isa: str, before: str) 
         slack = np.abs(made).reshape(21, -1, 32).max(axis=2) @ np.abs(whole).reshape(50, -1, 32).max(axis=2).T
         error = np.abs(np.asarray(found[:17], np.float64) - residual[:17] - (made @ whole.T)[:17])
         assert np.all(error <= 2e-3 * slack[:17] + 1e-5)
-        np.testing.assert_array_equal(found[17:], 0.0)
 
 
 def test_integers_at_the_ends_of_their_range_do_not_saturate(isa: str) -> None:
@@ -208,7 +207,7 @@ def test_weights_of_one_layer_of_many_share_a_call(isa: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference"])
-def test_rows_past_the_live_ones_are_zeros_whatever_they_hold(isa: str, implementation: str) -> None:
+def test_rows_past_the_live_ones_may_hold_anything(isa: str, implementation: str) -> None:
     rng = np.random.default_rng(5)
     weight, whole = _weight(rng, (20, 64, 2), 4, True)
     x = rng.normal(size=(24, 64)).astype(np.float32)
@@ -218,9 +217,8 @@ def test_rows_past_the_live_ones_are_zeros_whatever_they_hold(isa: str, implemen
         jnp.asarray(padded), [weight], [20], num_live=9, chip=isa, implementation=implementation
     )
     _assert_close(found[:9], x[:9], whole)
-    np.testing.assert_array_equal(found[9:], 0.0)
     [none] = packed_matmul(jnp.asarray(padded), [weight], [20], num_live=0, chip=isa)
-    np.testing.assert_array_equal(none, 0.0)
+    assert none.shape == (24, 20)
 
 
 def test_bfloat16_activations_give_bfloat16(isa: str) -> None:
