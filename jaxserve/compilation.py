@@ -47,20 +47,36 @@ def use_compilation_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def bucket_ladders(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[list[Bucket], list[Bucket]]:
-    """The buckets of an engine: decode (one token a row) and mixed, each from small to large."""
-    rows = [1]
-    while rows[-1] < max_num_seqs:
-        rows.append(min(max(8, rows[-1] * 2), max_num_seqs))
-    mixed_rows = [r for r in (8, 64) if r < max_num_seqs] + [max_num_seqs]
-    tokens = [16]
-    while tokens[-1] < max_num_batched_tokens:
-        tokens.append(min(tokens[-1] * (4 if tokens[-1] < 64 else 2), max_num_batched_tokens))
-    decode = [Bucket(n, n, True) for n in rows]
-    mixed = [Bucket(t, r, False) for t in tokens for r in mixed_rows if r <= t]
+def bucket_ladders(
+    max_num_seqs: int, max_num_batched_tokens: int, *, padding_is_cheap: bool = False
+) -> tuple[list[Bucket], list[Bucket]]:
+    """The buckets of an engine: decode (one token a row) and mixed, each from small to large.
+
+    padding_is_cheap: kernels skip it, so that few sizes do: fewer programs, and a start in less time.
+    """
+    if padding_is_cheap:
+        rows = sorted({*_grow(1, max_num_seqs, 8), min(32, max_num_seqs)})
+        mixed = [Bucket(t, min(t, max_num_seqs), False) for t in _grow(64, max_num_batched_tokens, 8)]
+    else:
+        rows = [1]
+        while rows[-1] < max_num_seqs:
+            rows.append(min(max(8, rows[-1] * 2), max_num_seqs))
+        mixed_rows = [r for r in (8, 64) if r < max_num_seqs] + [max_num_seqs]
+        tokens = [16]
+        while tokens[-1] < max_num_batched_tokens:
+            tokens.append(min(tokens[-1] * (4 if tokens[-1] < 64 else 2), max_num_batched_tokens))
+        mixed = [Bucket(t, r, False) for t in tokens for r in mixed_rows if r <= t]
     if not mixed or mixed[-1].num_rows < max_num_seqs:  # more rows than tokens in a step
-        mixed.append(Bucket(tokens[-1], max_num_seqs, False))
-    return decode, mixed
+        mixed.append(Bucket(max_num_batched_tokens, max_num_seqs, False))
+    return [Bucket(n, n, True) for n in rows], mixed
+
+
+def _grow(first: int, last: int, factor: int) -> list[int]:
+    """first, first * factor, ... and last."""
+    sizes = [min(first, last)]
+    while sizes[-1] < last:
+        sizes.append(min(sizes[-1] * factor, last))
+    return sizes
 
 
 class ProgramTable:

@@ -126,8 +126,7 @@ def load_engine(args: EngineArgs, live: Live | None = None, report: Report = log
     runner = ModelRunner(spec, skeleton, pool, limits)
     pacer = None
     if args.max_token_gap:
-        mixed = {bucket.num_tokens for bucket in runner.programs.buckets if not bucket.decode_only}
-        pacer = StepPacer(args.max_token_gap, mixed)
+        pacer = StepPacer(args.max_token_gap, runner.padded_sizes)
     scheduler = Scheduler(limits, name, pacer=pacer)
     try:
         _fill(runner, args, checkpoint, live, report)

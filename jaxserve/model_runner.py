@@ -120,6 +120,13 @@ class ModelRunner:
         self._upload_bias = self._compile_upload(step.bias)
 
     @property
+    def padded_sizes(self) -> list[int]:
+        """Numbers of tokens of steps with prompts, where one more costs as much as the next size."""
+        if self._step.padding_is_cheap:
+            return []
+        return sorted({bucket.num_tokens for bucket in self.programs.buckets if not bucket.decode_only})
+
+    @property
     def num_compilations(self) -> int:
         return self.programs.num_compilations + self.num_helper_compilations
 

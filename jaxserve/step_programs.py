@@ -39,7 +39,13 @@ class StepPrograms:
         slots = limits.max_num_seqs + 1  # the last one is the dummy slot
         self.tokens = self.host_aval((slots, limits.max_model_len), jnp.int32)
         self.bias = self.host_aval((slots, skeleton.config.vocab_size), jnp.float32)
-        decode, mixed = bucket_ladders(limits.max_num_seqs, limits.max_num_batched_tokens)
+        # Native kernels are told which rows are live; a float matrix is multiplied with all.
+        self.padding_is_cheap = (
+            spec.platform == "cpu" and spec.chip is not None and any(leaf.packed for leaf in skeleton.leaves)
+        )
+        decode, mixed = bucket_ladders(
+            limits.max_num_seqs, limits.max_num_batched_tokens, padding_is_cheap=self.padding_is_cheap
+        )
         self.buckets = [*decode, *mixed]
 
     def host_aval(self, shape: tuple[int, ...], dtype: Any) -> Aval:
