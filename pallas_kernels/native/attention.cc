@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "attention_decode.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +14,7 @@ namespace {
 
 constexpr int64_t kTileRowsWanted = 192;     // of a tile of a prompt: they share the work of laying keys out
 constexpr int64_t kCostOfLayingOut = 24;     // of a key, in rows
+constexpr int64_t kCostOfReading = 7;        // of a key that is read in place, in rows
 constexpr int64_t kCostWorthSharing = 8192;  // in keys times rows, about 10 microseconds: waking a thread
 constexpr int64_t kTokensTogether = 16;      // whose K and V one thread writes
 
@@ -41,6 +43,7 @@ void list_tiles(const Attention& a, int64_t num_seqs, std::vector<Tile>& tiles) 
       Tile tile;
       tile.seq = seq;
       tile.first_query = first;
+      tile.is_alone = num_queries == 1;
       tile.num_queries = std::min(most_queries, num_queries - first);
       tile.first_position = a.kv_lens[seq] - num_queries + first;
       tile.first_block = a.since(tile.first_position) / kBlockKeys;
@@ -52,7 +55,7 @@ void list_tiles(const Attention& a, int64_t num_seqs, std::vector<Tile>& tiles) 
 
 int64_t cost_of(const Attention& a, const Tile& tile) {
   const int64_t keys = tile.first_position + tile.num_queries - a.since(tile.first_position);
-  return keys * (tile.num_rows(a) + kCostOfLayingOut);
+  return keys * (tile.num_rows(a) + (reads_in_place(a, tile) ? kCostOfReading : kCostOfLayingOut));
 }
 
 // Cuts what would keep a thread busy after the others are done; the costliest pieces come first.
@@ -164,8 +167,10 @@ void run(Team& team, const Attention& a, int64_t num_seqs, const float* k, const
   const auto piece = [&](int64_t i) {
     static thread_local Scratch scratch;
     const Piece& p = plan.pieces[i];
-    attend(a, plan.tiles[p.tile], p.first_block, p.end_block, p.partials < 0 ? nullptr : memory + p.partials,
-           scratch);
+    const Tile& tile = plan.tiles[p.tile];
+    float* const partials = p.partials < 0 ? nullptr : memory + p.partials;
+    if (reads_in_place(a, tile)) attend_alone(a, tile, p.first_block, p.end_block, partials, scratch);
+    else attend(a, tile, p.first_block, p.end_block, partials, scratch);
   };
   int64_t total = 0;
   for (const Piece& p : plan.pieces) total += p.cost;
@@ -235,6 +240,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::BufferR3<ffi::F32> q, ffi::AnyBu
     arrays[i] = array->typed_data();
   }
   a.sinks = arrays[2];
+  a.cos = a.sin = nullptr;
   if (!fit(a, num_seqs, num_tokens)) {
     return ffi::Error::InvalidArgument("ragged_paged_attention: kv_lens, cu_q_lens and page_indices do not fit");
   }

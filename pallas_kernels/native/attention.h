@@ -5,11 +5,13 @@
 // block's K is transposed into scratch, so that one load serves 16 keys; its V is laid out there as floats. A
 // row's softmax in a block is about the block's own maximum, and blocks are joined in order. So a row's
 // arithmetic is the same in any tile, batch and chunk of the prompt, and however blocks spread over threads.
+// But for a sequence's only query: attention_decode.h adds products up in another order.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -43,6 +45,8 @@ struct Attention {
   uint8_t* pool;       // this layer's [num_pages, num_kv_heads, page_size, row_dim]
   const float* q;      // [num_tokens, num_q_heads, k_dim]
   const float* sinks;  // [num_q_heads], or null
+  const float *cos, *sin;  // [num_tokens, half_dim] each, or null: q and k come as they are used
+  int64_t half_dim;        // of what turns
   float* out;          // [num_tokens, num_q_heads, v_dim]
   const int32_t* kv_lens;
   const int32_t* page_indices;  // [num_seqs, pages_per_seq]
@@ -59,6 +63,7 @@ struct Tile {
   int64_t first_query, num_queries;
   int64_t first_position;          // of its first query in the sequence
   int64_t first_block, end_block;  // that some of its queries see
+  bool is_alone;                   // the sequence has no other query in the call
 
   int64_t num_rows(const Attention& a) const { return num_queries * a.group(); }
 };
@@ -285,6 +290,32 @@ inline void lay_out(const Attention& a, const Tile& tile, int64_t block, int64_t
   }
 }
 
+// A row of `from` [dim], turned by the angles of `token`: element i of the first half of those that turn with
+// element i of the second.
+inline void rotate(const Attention& a, int64_t token, const float* from, int64_t dim, float* to) {
+  const float *cos = a.cos + token * a.half_dim, *sin = a.sin + token * a.half_dim;
+  const float* second = from + a.half_dim;
+  for (int64_t i = 0; i < a.half_dim; ++i) {
+    to[i] = from[i] * cos[i] - second[i] * sin[i];
+    to[a.half_dim + i] = second[i] * cos[i] + from[i] * sin[i];
+  }
+  std::copy(from + 2 * a.half_dim, from + dim, to + 2 * a.half_dim);
+}
+
+// The tile's rows of q, turned and scaled: [rows, k_width], 0 from k_dim on.
+inline void load_queries(const Attention& a, const Tile& tile, float* queries, int64_t k_width) {
+  const int64_t group = a.group(), token = a.cu_q_lens[tile.seq] + tile.first_query;
+  for (int64_t i = 0; i < tile.num_queries; ++i) {
+    const float* q = a.q + ((token + i) * a.num_q_heads + tile.head * group) * a.k_dim;
+    for (int64_t r = 0; r < group; ++r, q += a.k_dim, queries += k_width) {
+      if (a.cos != nullptr) rotate(a, token + i, q, a.k_dim, queries);
+      else std::copy_n(q, a.k_dim, queries);
+      for (int64_t d = 0; d < a.k_dim; ++d) queries[d] *= a.scale;
+      std::fill(queries + a.k_dim, queries + k_width, 0.0f);
+    }
+  }
+}
+
 // A row before any key; a sink is a key without a value.
 inline void start(const Attention& a, const Tile& tile, Partial state) {
   const int64_t group = a.group(), num_rows = tile.num_rows(a);
@@ -318,11 +349,7 @@ inline void attend(const Attention& a, const Tile& tile, int64_t first_block, in
                   Partial::size(a, kTileRows), Partial::size(a, num_rows)},
                  parts);
   const auto [keys, values, queries, scores, fresh, state_memory] = parts;
-  const int64_t token = a.cu_q_lens[tile.seq] + tile.first_query;
-  for (int64_t i = 0; i < tile.num_queries; ++i) {
-    const float* q = a.q + ((token + i) * a.num_q_heads + tile.head * group) * a.k_dim;
-    for (int64_t d = 0; d < group * a.k_dim; ++d) queries[i * group * a.k_dim + d] = q[d] * a.scale;
-  }
+  load_queries(a, tile, queries, a.k_dim);
   const Partial state = Partial::at(state_memory, num_rows);
   if (partials == nullptr) start(a, tile, state);
 

@@ -1,7 +1,8 @@
 """Ragged paged attention in native code: one call a layer writes the new rows into the pool and attends.
 
-What a query gets depends on its sequence alone, to the bit: not on the batch, on how its prompt was cut into
-chunks, or on the number of threads. Products and sums are float32.
+What a query gets depends on its sequence alone, to the bit: not on the batch, on the number of threads, or on
+how its prompt was cut into chunks of two or more queries. A sequence's only query in a call adds the same
+products in another order (with up to 8 query heads a key-value head): the same but for float32's rounding.
 """
 
 from __future__ import annotations
