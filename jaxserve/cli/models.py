@@ -28,7 +28,7 @@ def run(values: Values) -> int:
     formats.add_row("GGUF (one file)", ", ".join(GGUF_TENSOR_TYPES))
     kernels = Table("operation", *PLATFORMS, title="Implementations, preferred first", title_justify="left")
     for operation, by_platform in SUPPORT.items():
-        cells = [", ".join(_with_chips(name, CHIPS) for name in by_platform[p]) for p in PLATFORMS]
+        cells = [", ".join(_with_chips(n, CHIPS) for n in by_platform.get(p, ())) or "-" for p in PLATFORMS]
         kernels.add_row(operation.replace("_", " "), *cells)
     for table in (names, families, formats, kernels):
         console().print(table)

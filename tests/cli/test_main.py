@@ -189,7 +189,7 @@ def test_the_help_says_what_every_number_counts(command):
             if isinstance(shown, int):
                 assert option.shown_as in ("N", "BYTES", "PORT"), option.name
             if isinstance(shown, float):
-                assert option.shown_as in ("SECONDS", "FRACTION", "NUMBER"), option.name
+                assert option.shown_as in ("SECONDS", "FRACTION", "RATIO", "NUMBER"), option.name
             if option.name in ("max_queue", "request_timeout"):
                 assert re.search(r"\(default: (1024|no limit)\)", option.described), option.name
 
@@ -207,7 +207,15 @@ def test_a_command_that_fails_unexpectedly_names_the_class(capsys, monkeypatch):
 def test_models_lists_the_tables_of_the_code(capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
-    for text in ("smollm2-135m-instruct", "LlamaForCausalLM", "GGUF", "safetensors", "mosaic_tpu", "h200"):
+    for text in (
+        "smollm2-135m-instruct",
+        "LlamaForCausalLM",
+        "GGUF",
+        "safetensors",
+        "mosaic_tpu",
+        "h200",
+        "avx2",
+    ):
         assert text in out
 
 
