@@ -106,7 +106,7 @@ def _locate(inputs: StepInputs, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
 
 
 def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
-    """Write the step's K and V, then attend; over the model axis each device has its own heads."""
+    """Rotate, write the step's K and V, attend; over the model axis each device has its own heads."""
     attention = AttentionSpec(
         spec.sm_scale, soft_cap=spec.soft_cap, v_dim=spec.head_dim, decode_only=bucket.decode_only
     )
@@ -119,6 +119,7 @@ def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
         k: jax.Array,
         v: jax.Array,
         kv_pool: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
         rows: Rows,
     ) -> tuple[jax.Array, jax.Array]:
         return ragged_paged_attention(
@@ -133,6 +134,7 @@ def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
             chip=spec.chip,
             implementation=spec.attention_implementation,
             window=window,
+            rope=rope,
         )
 
     per_head, per_kv_head = P(None, spec.heads.axis), P(None, spec.heads.kv_axis)
@@ -144,28 +146,35 @@ def _attend(spec: StepSpec, bucket: Bucket, inputs: StepInputs) -> AttendFn:
         k: jax.Array,
         v: jax.Array,
         kv_pool: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
         window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         if spec.mesh.size == 1:
-            return local(window, layer, q, k, v, kv_pool, rows)
+            return local(window, layer, q, k, v, kv_pool, rope, rows)
         # The window is a traced scalar over a mesh, or absent: None is no array.
         scalars = [jnp.asarray(x, jnp.int32) for x in (layer, window) if x is not None]
 
         def on_device(
-            q: jax.Array, k: jax.Array, v: jax.Array, kv_pool: jax.Array, rows: Rows, *scalars: jax.Array
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            kv_pool: jax.Array,
+            rope: tuple[jax.Array, jax.Array],
+            rows: Rows,
+            *scalars: jax.Array,
         ) -> tuple[jax.Array, jax.Array]:
             if spec.heads is HeadSharding.REPEATED:
                 k, v = _own_head(k), _own_head(v)
-            return local(scalars[1] if len(scalars) > 1 else None, scalars[0], q, k, v, kv_pool, rows)
+            return local(scalars[1] if len(scalars) > 1 else None, scalars[0], q, k, v, kv_pool, rope, rows)
 
         fn = jax.shard_map(
             on_device,
             mesh=spec.mesh,
-            in_specs=(per_head, per_kv_head, per_kv_head, pool, P(), *(P() for _ in scalars)),
+            in_specs=(per_head, per_kv_head, per_kv_head, pool, P(), P(), *(P() for _ in scalars)),
             out_specs=(per_head, pool),
             check_vma=False,
         )
-        return fn(q, k, v, kv_pool, rows, *scalars)
+        return fn(q, k, v, kv_pool, rope, rows, *scalars)
 
     return attend
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import Linear, RMSNorm, linears
-from jaxserve.models.rope import apply_rope
 from jaxserve.sharding import HeadSharding
 from pallas_kernels.packed_matmul import Activations
 
@@ -22,7 +21,7 @@ NO_WINDOW = 2**30  # a window longer than any context
 
 
 class AttendFn(Protocol):
-    """Write a layer's new keys and values into the pool, then attend over it."""
+    """Rotate queries and keys, write a layer's new keys and values into the pool, then attend over it."""
 
     def __call__(
         self,
@@ -31,6 +30,7 @@ class AttendFn(Protocol):
         k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
         v: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
         kv_pool: jax.Array,
+        rope: tuple[jax.Array, jax.Array],  # cos and sin, float32 [num_tokens, head_dim / 2]
         window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]: ...  # [num_tokens, num_heads, head_dim], pool
 
@@ -91,7 +91,6 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(num_tokens, -1, self.head_dim) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *place.rope), apply_rope(k, *place.rope)
         window = {} if place.window is None else {"window": place.window}
-        out, kv_pool = attend(place.index, q, k, v, kv_pool, **window)
+        out, kv_pool = attend(place.index, q, k, v, kv_pool, place.rope, **window)
         return self.o_proj(out.reshape(num_tokens, -1), place.num_live, residual), kv_pool

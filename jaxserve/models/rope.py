@@ -166,10 +166,3 @@ def rope_tables(positions: jax.Array, inv_freq: jax.Array, scaling: float) -> tu
     """cos and sin, float32 [num_tokens, head_dim / 2], of `positions` (int32 [num_tokens])."""
     angle = positions[:, None].astype(jnp.float32) * inv_freq[None, :]
     return jnp.cos(angle) * scaling, jnp.sin(angle) * scaling
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `x` [num_tokens, num_heads, head_dim] by halves: the pair of element i is i + head_dim / 2."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

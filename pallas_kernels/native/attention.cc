@@ -110,6 +110,7 @@ template <typename T>
 void write(const Attention& a, const float* k, const float* v, int64_t first, int64_t stop) {
   T* pool = reinterpret_cast<T*>(a.pool);
   const int64_t v_dim = v == nullptr ? 0 : a.v_dim, rest = a.row_dim - a.k_dim - v_dim;
+  std::vector<float> turned(a.k_dim);
   int64_t seq = 0;
   for (int64_t token = first; token < stop; ++token) {
     while (a.cu_q_lens[seq + 1] <= token) ++seq;
@@ -118,7 +119,12 @@ void write(const Attention& a, const float* k, const float* v, int64_t first, in
     for (int64_t head = 0; head < a.num_kv_heads; ++head) {
       const int64_t from = token * a.num_kv_heads + head;
       T* row = pool + ((page * a.num_kv_heads + head) * a.page_size + position % a.page_size) * a.row_dim;
-      convert(k + from * a.k_dim, a.k_dim, row);
+      const float* own = k + from * a.k_dim;
+      if (a.cos != nullptr) {
+        rotate(a, token, own, a.k_dim, turned.data());
+        own = turned.data();
+      }
+      convert(own, a.k_dim, row);
       if (v != nullptr) convert(v + from * v_dim, v_dim, row + a.k_dim);
       std::memset(row + a.k_dim + v_dim, 0, rest * sizeof(T));
     }
@@ -195,13 +201,13 @@ void run(Team& team, const Attention& a, int64_t num_seqs, const float* k, const
 }
 
 // q, out: float32 [num_tokens, num_q_heads, k_dim or v_dim]; what follows the others: k, v, sinks, those that
-// there are. The pool is written in place.
+// there are, then cos and sin. The pool is written in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::BufferR3<ffi::F32> q, ffi::AnyBuffer kv_pool,
                      ffi::BufferR0<ffi::S32> layer, ffi::BufferR0<ffi::S32> window, ffi::BufferR1<ffi::S32> kv_lens,
                      ffi::BufferR2<ffi::S32> page_indices, ffi::BufferR1<ffi::S32> cu_q_lens,
                      ffi::RemainingArgs others, ffi::Result<ffi::BufferR3<ffi::F32>> out,
                      ffi::Result<ffi::AnyBuffer> kv_pool_out, float scale, float soft_cap, int64_t v_start, bool has_k,
-                     bool has_v, bool has_sinks) {
+                     bool has_v, bool has_sinks, bool has_rope) {
   if (kv_pool.untyped_data() != kv_pool_out->untyped_data()) {
     return ffi::Error::Internal("ragged_paged_attention: the pool is not updated in place");
   }
@@ -230,17 +236,19 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::BufferR3<ffi::F32> q, ffi::AnyBu
   a.kv_lens = kv_lens.typed_data();
   a.page_indices = page_indices.typed_data();
   a.cu_q_lens = cu_q_lens.typed_data();
-  const float* arrays[3] = {nullptr, nullptr, nullptr};
-  const bool has[3] = {has_k, has_v, has_sinks};
+  const float* arrays[5] = {};
+  const bool has[5] = {has_k, has_v, has_sinks, has_rope, has_rope};
   size_t next = 0;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 5; ++i) {
     if (!has[i]) continue;
     const auto array = others.get<ffi::Buffer<ffi::F32>>(next++);
     if (!array) return array.error();
+    if (i == 3) a.half_dim = array->dimensions()[1];
     arrays[i] = array->typed_data();
   }
   a.sinks = arrays[2];
-  a.cos = a.sin = nullptr;
+  a.cos = arrays[3];
+  a.sin = arrays[4];
   if (!fit(a, num_seqs, num_tokens)) {
     return ffi::Error::InvalidArgument("ragged_paged_attention: kv_lens, cu_q_lens and page_indices do not fit");
   }
@@ -272,4 +280,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, jaxserve::attention,
                                   .Attr<int64_t>("v_start")
                                   .Attr<bool>("has_k")
                                   .Attr<bool>("has_v")
-                                  .Attr<bool>("has_sinks"));
+                                  .Attr<bool>("has_sinks")
+                                  .Attr<bool>("has_rope"));

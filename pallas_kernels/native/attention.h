@@ -46,7 +46,7 @@ struct Attention {
   const float* q;      // [num_tokens, num_q_heads, k_dim]
   const float* sinks;  // [num_q_heads], or null
   const float *cos, *sin;  // [num_tokens, half_dim] each, or null: q and k come as they are used
-  int64_t half_dim;        // of what turns
+  int64_t half_dim = 0;    // of what turns
   float* out;          // [num_tokens, num_q_heads, v_dim]
   const int32_t* kv_lens;
   const int32_t* page_indices;  // [num_seqs, pages_per_seq]

@@ -9,6 +9,7 @@ import jax
 from pallas_kernels.kv_write import kv_rows, locate_tokens, write_kv
 from pallas_kernels.ragged_paged_attention import cpu, gpu, tpu
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
+from pallas_kernels.ragged_paged_attention.rope import apply_rope
 from pallas_kernels.ragged_paged_attention.types import AttentionSpec, Rows
 from pallas_kernels.ragged_paged_attention.validate import validate
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
@@ -32,6 +33,7 @@ def ragged_paged_attention(
     window: int | jax.Array | None = None,
     sinks: jax.Array | None = None,
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
+    rope: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new tokens' K and V, then attend from them; prefill and decode in one call.
@@ -56,6 +58,8 @@ def ragged_paged_attention(
         window: int32 [], queries at position p see positions > p - window; None sees all.
         sinks: float32 [num_q_heads], a logit more in each softmax's sum, without a value (gpt-oss).
         kv_scales: float32 [num_kv_heads] each: K and V in the pool times these are the true ones.
+        rope: cos and sin, float32 [num_tokens, rotary_dim / 2] each: q and k are rotated by halves before use
+            (see `apply_rope`). None: they come as they are used.
         interpret: for tests: how Pallas interprets a TPU kernel where there is no TPU.
 
     Returns:
@@ -66,8 +70,10 @@ def ragged_paged_attention(
         NotImplementedError: the named implementation does not run on the platform, or not this case.
         ValueError: shapes or dtypes do not fit together.
     """
-    validate(q, (k, v), kv_pool, rows, spec, sinks)
+    validate(q, (k, v), kv_pool, rows, spec, sinks, rope)
     name = _choose(q, kv_pool, spec, platform, chip, implementation)
+    if rope is not None and name != "cpu":
+        q, k = apply_rope(q, *rope), None if k is None else apply_rope(k, *rope)
     dtype, group = q.dtype, q.shape[1] // kv_pool.shape[2]
     if kv_scales is not None:
         k_scale, v_scale = kv_scales
@@ -79,7 +85,7 @@ def ragged_paged_attention(
     kv = None if k is None or name == "cpu" else kv_rows(k, v, kv_pool.dtype, kv_pool.shape[4])
     if name == "cpu":
         assert chip is not None  # `support` names the chips of this one
-        out, kv_pool = cpu.cpu_attention(q, k, v, kv_pool, layer, rows, isa=chip, **options)
+        out, kv_pool = cpu.cpu_attention(q, k, v, kv_pool, layer, rows, isa=chip, rope=rope, **options)
     elif name == "mosaic_tpu":
         options |= {"chip": chip, "interpret": interpret}
         out, kv_pool = tpu.mosaic_tpu_attention(q, kv, kv_pool, layer, rows, **options)

@@ -26,6 +26,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    rotary: int | None = None  # leading elements of q and k that the call rotates
     kv_dtype: str = "float32"
     scales: bool = False  # of K and V in the pool, one a head
 
@@ -126,6 +127,9 @@ CASES: tuple[Case, ...] = (
         soft_cap=2.0,
         sinks=True,
     ),
+    Case("rotary positions", rows=((1, 33), (20, 33), (1, 1)), rotary=32, empty_rows=1, padding_tokens=2),
+    Case("a part of each head turns", rows=((1, 90), (20, 33)), head_dim=40, rotary=12, window=50),
+    Case("rotary positions in bfloat16", rows=((1, 90), (20, 33)), rotary=32, kv_dtype="bfloat16"),
     Case("a bfloat16 pool", rows=((1, 33), (20, 33)), kv_dtype="bfloat16"),
     Case("an int8 pool", rows=((1, 33), (20, 33)), kv_dtype="int8", scales=True),
     Case("a float8 pool", rows=((1, 33), (20, 33)), kv_dtype="float8_e4m3fn", scales=True),

@@ -30,6 +30,7 @@ def cpu_attention(
     isa: str,
     window: int | jax.Array | None = None,
     sinks: jax.Array | None = None,
+    rope: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `ragged_paged_attention`; padding rows of the result are zeros.
 
@@ -52,13 +53,14 @@ def cpu_attention(
         jnp.asarray(layer, jnp.int32),
         jnp.asarray(_NO_WINDOW if window is None else window, jnp.int32),
         *rows,
-        *(array.astype(jnp.float32) for array in (k, v, sinks) if array is not None),
+        *(array.astype(jnp.float32) for array in (k, v, sinks, *(rope or ())) if array is not None),
         scale=np.float32(spec.sm_scale),
         soft_cap=np.float32(spec.soft_cap or 0.0),
         v_start=np.int64(start),
         has_k=k is not None,
         has_v=v is not None,
         has_sinks=sinks is not None,
+        has_rope=rope is not None,
     )
     return out.astype(q.dtype), kv_pool
 

@@ -7,6 +7,7 @@ of the page table past a sequence's last page, and padding queries.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,8 @@ class Problem:
         self.v = np.full((num_tokens, case.num_kv_heads, case.value_dim), np.nan, self.dtype)
         self.scales = self._scales()
         self.sinks = self.rng.standard_normal(case.num_q_heads).astype(np.float32) if case.sinks else None
+        # Angles of each token, [num_tokens, rotary / 2]; of padding NaN.
+        self.angles = np.full((num_tokens, (case.rotary or 0) // 2), np.nan)
         self.written = self.pool.copy()  # what the pool must hold afterwards
         self.written_at: list[tuple[int, int]] = []  # (page, offset) of live tokens
         self.expected = np.zeros((0, case.num_q_heads, case.value_dim))
@@ -80,6 +83,10 @@ class Problem:
             q = rng.standard_normal((q_len, case.num_q_heads, case.head_dim)).astype(self.dtype)
             new = slice(start, start + q_len)
             self.q[new], self.k[new], self.v[new] = q, k[kv_len - q_len :], v[kv_len - q_len :]
+            if case.rotary is not None:
+                self.angles[new] = rng.uniform(-4.0, 4.0, self.angles[new].shape)
+                q = _rotated(q, self.angles[new])
+                k[kv_len - q_len :] = _rotated(self.k[new], self.angles[new])
             start += q_len
             stored = self._stored(k, v)  # [kv_len, num_kv_heads, row_dim]
             for position in range(kv_len):
@@ -129,6 +136,9 @@ class Problem:
             interpret=interpret,
         )
         arrays = [jnp.asarray(x) for x in (self.q, self.k, self.v, self.pool)]
+        if self.case.rotary is not None:
+            rope = tuple(jnp.asarray(f(self.angles), jnp.float32) for f in (np.cos, np.sin))
+            call = functools.partial(call, rope=rope)
         sinks = jnp.zeros(self.case.num_q_heads) if self.sinks is None else jnp.asarray(self.sinks)
         out, pool = jax.jit(call)(*arrays, self.rows, jnp.int32(self.case.layer), sinks, self.scales)
         return np.asarray(out), np.asarray(pool)
@@ -143,7 +153,9 @@ class Problem:
         for page, offset in self.written_at:
             live[page, offset] = True
         got, wanted = (np.moveaxis(p[layer], 1, 2)[live].astype(np.float32) for p in (pool, self.written))
-        np.testing.assert_array_equal(got, wanted)
+        # What was rotated may be rounded to the next number.
+        unit = 0.0 if self.case.rotary is None else float(jnp.finfo(self.kv_dtype).eps)
+        np.testing.assert_allclose(got, wanted, rtol=unit, atol=unit)
         # Page 0 takes padding; the rest of a page that the call writes to may change, other pages may not.
         others = np.delete(np.arange(pool.shape[0]), layer)
         np.testing.assert_array_equal(pool[others, 1:].view(np.uint8), self.pool[others, 1:].view(np.uint8))
@@ -153,9 +165,11 @@ class Problem:
 
 
 def make_call(case: Case, *, decode_only: bool, **options: Any) -> Callable[..., Any]:
-    """call(q, k, v, kv_pool, rows, layer, sinks, scales) -> (out, kv_pool) of a case, to be jitted."""
+    """call(q, k, v, kv_pool, rows, layer, sinks, scales, rope) -> (out, kv_pool) of a case, to be jitted."""
 
-    def call(q: Any, k: Any, v: Any, pool: Any, rows: Rows, layer: Any, sinks: Any, scales: Any) -> Any:
+    def call(
+        q: Any, k: Any, v: Any, pool: Any, rows: Rows, layer: Any, sinks: Any, scales: Any, rope: Any = None
+    ) -> Any:
         return ragged_paged_attention(
             q,
             k,
@@ -167,6 +181,7 @@ def make_call(case: Case, *, decode_only: bool, **options: Any) -> Callable[...,
             window=case.window,
             sinks=sinks if case.sinks else None,
             kv_scales=(scales[0], scales[1]) if case.scales else None,
+            rope=rope,
             **options,
         )
 
@@ -204,6 +219,14 @@ def abstract_inputs(case: Case, platform: str, sharding: Any, *, pool_bytes: int
         aval(jnp.float32, case.num_q_heads),
         aval(jnp.float32, 2, case.num_kv_heads),
     ]
+
+
+def _rotated(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """x [num_tokens, num_heads, head_dim], its leading elements turned as complex numbers."""
+    half = angles.shape[1]
+    numbers = x[..., :half].astype(np.float64) + 1j * x[..., half : 2 * half].astype(np.float64)
+    numbers = numbers * np.exp(1j * angles)[:, None, :]
+    return np.concatenate([numbers.real, numbers.imag, x[..., 2 * half :]], axis=-1).astype(x.dtype)
 
 
 def dense_attention(

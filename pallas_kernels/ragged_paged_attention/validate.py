@@ -15,6 +15,7 @@ def validate(
     rows: Rows,
     spec: AttentionSpec,
     sinks: jax.Array | None,
+    rope: tuple[jax.Array, jax.Array] | None,
 ) -> None:
     """Raise ValueError that names what does not fit."""
     if q.ndim != 3:
@@ -46,6 +47,8 @@ def validate(
         raise ValueError(f"decode_only needs one token a sequence, got {num_tokens} for {num_seqs}")
     if sinks is not None and sinks.shape != (num_q_heads,):
         raise ValueError(f"sinks must be [{num_q_heads}], got {sinks.shape}")
+    if rope is not None:
+        _validate_rope(*rope, num_tokens, k_dim)
 
 
 def _validate_new(
@@ -63,3 +66,12 @@ def _validate_new(
         raise ValueError(f"v must be {[*leading, v_dim]}, got {None if v is None else v.shape}")
     if not v_dim and v is not None:
         raise ValueError("in latent form V is a part of K: v must be None")
+
+
+def _validate_rope(cos: jax.Array, sin: jax.Array, num_tokens: int, k_dim: int) -> None:
+    if cos.ndim != 2 or cos.shape[0] != num_tokens or 2 * cos.shape[1] > k_dim or sin.shape != cos.shape:
+        raise ValueError(
+            f"rope must be cos and sin, [{num_tokens}, at most {k_dim // 2}], got {cos.shape}, {sin.shape}"
+        )
+    if cos.dtype != jnp.float32 or sin.dtype != jnp.float32:
+        raise ValueError(f"rope must be float32, got {cos.dtype} and {sin.dtype}")

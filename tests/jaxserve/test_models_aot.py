@@ -26,6 +26,7 @@ from jaxserve.sharding import make_mesh
 from jaxserve.skeleton import ROPE_PATH, build_skeleton
 from jaxserve.step_programs import StepPrograms
 from pallas_kernels.aot import CompilerMissingError, abstract_devices
+from pallas_kernels.ragged_paged_attention import apply_rope
 
 # Stacks larger than a chip's vector memory: smaller ones are prefetched into it, which looks like a copy.
 DENSE = ModelConfig(
@@ -93,9 +94,16 @@ def test_a_tpu_reads_stacked_layers_where_they_lie(name: str, mesh: Mesh) -> Non
     skeleton = build_skeleton(family_by_name(name), config, np.dtype(jnp.bfloat16), mesh, 4096)
 
     def attend(
-        layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, window: object = None
+        layer: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pool: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        window: object = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Of each query, its own value alone; keys keep their part in the result."""
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         own = jnp.repeat(v * jnp.sum(k, axis=-1, keepdims=True), q.shape[1] // v.shape[1], axis=1)
         return q * own, pool
 

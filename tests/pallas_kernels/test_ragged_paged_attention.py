@@ -115,6 +115,8 @@ def test_an_implementation_that_does_not_serve_a_platform_is_refused_by_name() -
         ({"page_indices": (3, 4)}, "page_indices"),
         ({"cu_q_lens": (2,)}, "cu_q_lens"),
         ({"sinks": (2,)}, "sinks"),
+        ({"rope": (3, 4)}, "rope"),
+        ({"rope": (4, 5)}, "rope"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(change: dict[str, Any], message: str) -> None:
@@ -127,6 +129,7 @@ def test_shapes_that_do_not_fit_are_named(change: dict[str, Any], message: str) 
         "page_indices": (2, 4),
         "cu_q_lens": (3,),
         "sinks": (4,),
+        "rope": (4, 4),
     }
     shapes |= change
     ints = ("kv_lens", "page_indices", "cu_q_lens")
@@ -135,6 +138,7 @@ def test_shapes_that_do_not_fit_are_named(change: dict[str, Any], message: str) 
         for n, s in shapes.items()
     }
     rows = Rows(*(arrays.pop(name) for name in ints))
+    arrays["rope"] = (arrays["rope"],) * 2
     with pytest.raises(ValueError, match=message):
         ragged_paged_attention(**arrays, layer=0, rows=rows, spec=AttentionSpec(1.0), platform="cpu")
 
