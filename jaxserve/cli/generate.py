@@ -108,9 +108,15 @@ def _load(values: Values) -> AsyncLLMEngine:
     note(f"loading {args.model} ...", end="\r")
     from jaxserve.async_engine import AsyncLLMEngine
 
-    engine = AsyncLLMEngine.from_engine_args(args)
+    engine = AsyncLLMEngine.from_engine_args(args, report=_note_mode)
     note(f"loaded {args.model} in {time.monotonic() - start:.1f} s")
     return engine
+
+
+def _note_mode(line: str) -> None:
+    """Of what an engine says while it starts, what explains its speed and its numbers."""
+    if line.startswith("mode: "):
+        note(line)
 
 
 async def _generate(engine: AsyncLLMEngine, prompts: Sequence[str], params: SamplingParams) -> None:

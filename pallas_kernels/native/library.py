@@ -64,15 +64,19 @@ def find(directory: Path) -> tuple[str | None, str]:
     isas = processor_isas()
     if not isas:
         return None, f"no kernels for this processor ({platform.machine()}, none of {', '.join(ISAS)})"
-    reasons = []
+    wrong: dict[str, list[str]] = {}  # a reason -> the instruction sets that it rules out
     for isa in isas:
         try:
             load(isa, directory)
         except (BuildError, OSError) as error:  # OSError: a directory that cannot be written, or not run from
-            reasons.append(f"{isa}: {error}")
+            wrong.setdefault(str(error), []).append(isa)
         else:
-            return isa, "; ".join([f"native kernels for {isa}", *reasons])
-    return None, "; ".join(reasons)
+            return isa, "; ".join([f"native kernels for {isa}", *_reasons(wrong)])
+    return None, "; ".join(_reasons(wrong))
+
+
+def _reasons(wrong: dict[str, list[str]]) -> list[str]:
+    return [f"{', '.join(names)}: {reason}" for reason, names in wrong.items()]
 
 
 def load(isa: str, directory: Path) -> None:

@@ -194,6 +194,23 @@ def test_the_help_says_what_every_number_counts(command):
                 assert re.search(r"\(default: (1024|no limit)\)", option.described), option.name
 
 
+def test_generate_notes_the_mode_that_runs_and_why(monkeypatch):
+    from jaxserve.async_engine import AsyncLLMEngine
+    from jaxserve.cli import generate
+    from jaxserve.errors import ConfigError
+
+    def load(args, report):
+        report("mode: exact float32: no C++ compiler")
+        report("KV pool: 5 pages")
+        raise ConfigError("enough")
+
+    noted = []
+    monkeypatch.setattr(AsyncLLMEngine, "from_engine_args", load)
+    monkeypatch.setattr(generate, "note", lambda text, end="\n": noted.append(text))
+    assert main(["generate", "-p", "x"]) != 0
+    assert noted[1:] == ["mode: exact float32: no C++ compiler"]  # the first: it loads
+
+
 def test_a_command_that_fails_unexpectedly_names_the_class(capsys, monkeypatch):
     def fail(values):
         raise KeyError("x")

@@ -31,6 +31,18 @@ def test_no_compiler_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch, t
     )
 
 
+def test_a_reason_that_holds_for_all_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "processor_isas", lambda: library.ISAS)
+    monkeypatch.setattr(library, "_LOADED", {})
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    library.find.cache_clear()
+    isa, reason = library.find(tmp_path)
+    library.find.cache_clear()
+    assert isa is None
+    assert reason == f"{', '.join(library.ISAS)}: no C++ compiler (c++, g++ or clang++) on the PATH"
+
+
 @pytest.mark.usefixtures("has_avx2")
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
