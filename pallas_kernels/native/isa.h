@@ -2,8 +2,8 @@
 //
 // One source serves all sets: the build passes JAXSERVE_AVX2, JAXSERVE_AVX_VNNI or JAXSERVE_AVX512_VNNI.
 // `Floats` are 16 floats, `Bytes` 64 bytes: 16 outputs times 4 consecutive inputs. `Dot` sums products of
-// unsigned weights and signed activations; `dot` takes bytes of at most `kMaxExact` and at most 8 of them
-// may follow one another before `sum`.
+// unsigned weights and signed activations: weights of 8 bits where `kDotTakesBytes`, else of 4, and at most 8
+// of them before `total`.
 #pragma once
 
 #include <immintrin.h>

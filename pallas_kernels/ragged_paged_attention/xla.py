@@ -1,4 +1,4 @@
-"""Ragged paged attention in plain XLA that touches live pages only: the CPU path, and any platform's.
+"""Ragged paged attention in plain XLA that touches live pages only, on any platform.
 
 Rows with one query (decodes) become a list of (row, run of pages) items that a loop walks a group at a time,
 so that a short sequence costs what its own length costs, whatever its batch-mates'. Rows with more queries
