@@ -67,14 +67,14 @@ class EngineArgs:
     )
     quantization: str = _arg(
         "auto",
-        "weights in memory: auto keeps those of 4 or 8 bits packed on a CPU; none expands them to --dtype, "
-        "exact; int8 quantises all at load",
+        "weights in memory: auto keeps those of 4 or 8 bits packed on one CPU device with native kernels; "
+        "none expands them to --dtype, exact; int8 keeps them and quantises the others at load",
         choices=("auto", "none", "int8"),
     )
     kv_cache_dtype: str = _arg(
         "auto",
-        "keys and values in the pool: auto is --dtype, or bfloat16 beside packed weights; "
-        "float8_e4m3fn holds twice the tokens, unscaled",
+        "keys and values in the pool: auto is --dtype, or bfloat16 beside packed weights and native kernels; "
+        "float8_e4m3fn holds twice the tokens of bfloat16, unscaled",
         choices=("auto", "float32", "bfloat16", "float8_e4m3fn"),
     )
     enable_prefix_caching: bool = _arg(True, "compute a prefix that requests share once")
@@ -107,11 +107,12 @@ class EngineArgs:
     )
     warmup: str = _arg(
         "lazy",
-        "compile before serving: lazy (programs that serve anything, others in the background), full, none",
+        "compile before serving: lazy (programs that serve anything; others in the background as they are "
+        "needed), full, none",
         choices=("lazy", "full", "none"),
     )
     compilation_cache_dir: str | None = _arg(
-        None, "where compiled programs are kept (default: the cache directory)", metavar="DIR"
+        None, "where XLA's compiled programs are kept (default: the cache directory)", metavar="DIR"
     )
     profile: str | None = _arg(
         None, "write a trace of the first steps there, for Perfetto and XProf", metavar="DIR"
