@@ -102,7 +102,16 @@ struct Matrix {
 // Sums over a group of weights times `four(j)`, the activations of step j.
 template <int kBits, typename F>
 inline Floats dot_group(const Bytes (&steps)[kSteps], const F& four) {
-  if constexpr (kBits == 4 || kDotTakesBytes) {
+  if constexpr (kDotTakesBytes) {
+    // Two sums: eight instructions that wait for each other are longer than what the processor sees at once.
+    Dot even = no_dot(), odd = no_dot();
+#pragma GCC unroll 8
+    for (int j = 0; j < kSteps; j += 2) {
+      even = dot(even, steps[j], four(j));
+      odd = dot(odd, steps[j + 1], four(j + 1));
+    }
+    return total(even + odd);
+  } else if constexpr (kBits == 4) {
     Dot sum = no_dot();
 #pragma GCC unroll 8
     for (int j = 0; j < kSteps; ++j) sum = dot(sum, steps[j], four(j));
