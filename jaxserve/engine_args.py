@@ -86,7 +86,7 @@ class EngineArgs:
     )
     enable_chunked_prefill: bool = _arg(True, "let a long prompt take several steps")
     max_token_gap: float = _arg(
-        2.0,
+        2.5,
         "how much longer prompts may make the steps of running requests, as a ratio; 0: no limit",
         metavar="RATIO",
     )
