@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -101,7 +102,8 @@ def target(handler: str, isa: str) -> str:
 
 
 def _built(isa: str, directory: Path) -> Path:
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    compiler = shlex.split(os.environ.get("CXX", ""))  # CXX may bring arguments: "ccache g++"
+    compiler = compiler or list(filter(shutil.which, ("c++", "g++", "clang++")))[:1]
     sources = sorted([*_SOURCES.glob("*.cc"), *_SOURCES.glob("*.h")])
     content = b"".join(path.read_bytes() for path in sources)
     digest = hashlib.sha256(content + f"{isa} {jax.__version__} {_command(isa)}".encode()).hexdigest()[:16]
@@ -109,7 +111,7 @@ def _built(isa: str, directory: Path) -> Path:
     if path.exists():
         _check_owner(path)
         return path
-    if compiler is None:
+    if not compiler:
         raise BuildError("no C++ compiler (c++, g++ or clang++) on the PATH")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(directory)
@@ -118,11 +120,12 @@ def _built(isa: str, directory: Path) -> Path:
         made = Path(scratch) / path.name
         units = [source for source in sources if source.suffix == ".cc"]
         objects = [str(made.with_name(f"{unit.stem}.o")) for unit in units]
-        compile_only = [compiler, *_command(isa), f"-I{jax.ffi.include_dir()}", "-c"]
+        compile_only = [*compiler, *_command(isa), f"-I{jax.ffi.include_dir()}", "-c"]
         commands = [[*compile_only, str(unit), "-o", o] for unit, o in zip(units, objects, strict=True)]
         with ThreadPoolExecutor() as pool:  # side by side: this is a part of a cold start
             list(pool.map(_run, commands))
-        _run([compiler, "-shared", "-o", str(made), *objects])
+        _run([*compiler, "-shared", "-o", str(made), *objects])
+        made.chmod(0o700)  # whatever the umask: the next start refuses what others may write
         made.replace(path)
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,33 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert isa is None
     assert reason == f"avx2: {compiler}: x.cc:1: error: too old"
     assert list((tmp_path / "kept").iterdir()) == []  # nothing half made is left
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As CXX: writes an empty file where a compiler writes its own."""
+    made = tmp_path / "compiler"
+    made.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nrm -f "$2"; : > "$2"\n')
+    made.chmod(0o755)
+    monkeypatch.setenv("CXX", str(made))
+    return made
+
+
+def test_a_library_built_under_a_loose_umask_is_used_again(compiler: Path, tmp_path: Path) -> None:
+    before = os.umask(0o002)  # of many a distribution
+    try:
+        built = library._built("avx2", tmp_path / "kept")
+    finally:
+        os.umask(before)
+    compiler.unlink()
+    assert library._built("avx2", tmp_path / "kept") == built
+
+
+def test_the_compiler_may_have_arguments(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", f"env LC_ALL=C {compiler}")
+    assert library._built("avx2", tmp_path / "kept").exists()
 
 
 @pytest.mark.usefixtures("has_avx2")
