@@ -76,6 +76,27 @@ def test_a_library_built_under_a_loose_umask_is_used_again(compiler: Path, tmp_p
     assert library._built("avx2", tmp_path / "kept") == built
 
 
+@pytest.mark.parametrize(("owner", "is_taken"), [(0, True), (1000, True), (1001, False)])
+def test_a_library_of_root_or_of_this_user_is_taken(
+    owner: int, is_taken: bool, compiler: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = library._built("avx2", tmp_path / "kept")
+    stat = Path.stat
+
+    def owned(path: Path, **kwargs: bool) -> os.stat_result:
+        fields = list(stat(path, **kwargs))
+        fields[4] = owner  # st_uid
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "stat", owned)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    if is_taken:
+        assert library._built("avx2", tmp_path / "kept") == built
+    else:
+        with pytest.raises(library.BuildError, match="another user"):
+            library._built("avx2", tmp_path / "kept")
+
+
 def test_the_compiler_may_have_arguments(
     compiler: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
