@@ -7,6 +7,7 @@ operations, and XLA's threads. Python's own calls are left out: tracing each wou
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -42,7 +43,7 @@ class StepProfiler:
         num_steps: after so many the trace is written. `close` writes it earlier.
         report: told where the trace is.
 
-    Raises ConfigError, which names `profile`, when the directory cannot be made.
+    Raises ConfigError, which names `profile`, when the directory cannot be made or written to.
     """
 
     def __init__(self, directory: Path, num_steps: int, report: Callable[[str], None] = log.info) -> None:
@@ -50,6 +51,8 @@ class StepProfiler:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"profile: cannot make {directory}: {error.strerror}") from error
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise ConfigError(f"profile: cannot write to {directory}")
         self._directory = directory
         self._num_left = num_steps
         self._report = report
@@ -73,7 +76,11 @@ class StepProfiler:
             return
         self._is_tracing = False
         started = time.perf_counter()
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+        except (RuntimeError, OSError) as error:  # a folder that cannot be written, a full disk
+            log.error("profile: the trace could not be written: %s", error)
+            return
         self._report(
             f"{how_to_open(self._directory)} (writing it took {time.perf_counter() - started:.1f} s)"
         )

@@ -72,6 +72,27 @@ def test_a_profiler_that_runs_already_is_left_alone(tmp_path, caplog):
     assert not list((tmp_path / "own").iterdir())
 
 
+def test_a_trace_that_cannot_be_written_ends_no_request(tmp_path, caplog, monkeypatch):
+    stop = jax.profiler.stop_trace
+
+    def full_disk() -> None:
+        stop()  # where this itself fails, JAX keeps the process's profiler occupied
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no space left")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", full_disk)
+    with tiny_llm(profile=str(tmp_path), profile_steps=2) as llm:
+        for _ in range(2):
+            (output,) = llm.generate([[1, 2, 3]], GREEDY)
+            assert len(output.outputs[0].token_ids) == 12
+    assert "profile: the trace could not be written: RESOURCE_EXHAUSTED" in caplog.text
+
+
+def test_a_directory_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxserve.profiling.os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="profile: cannot write to"):
+        tiny_llm(profile=str(tmp_path))
+
+
 def test_bad_settings_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="profile: cannot make"):
