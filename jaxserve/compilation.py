@@ -32,11 +32,18 @@ Program = Callable[..., Any]
 def use_compilation_cache(directory: Path) -> None:
     """Keep compiled programs in `directory` (made 0700), unless the user set a place in jax's own config.
 
-    What lies there is loaded as code. Raises ConfigError when the directory is another user's.
+    What lies there is loaded as code. Raises ConfigError when the directory is another user's or
+    cannot be made.
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"compilation cache {directory} cannot be made ({error.strerror}): "
+            "set --compilation-cache-dir or JAXSERVE_CACHE"
+        ) from error
     info = directory.stat()
     if hasattr(os, "getuid") and info.st_uid != os.getuid():
         raise ConfigError(f"compilation cache {directory} belongs to another user")
