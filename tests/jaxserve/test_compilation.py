@@ -139,7 +139,7 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     try:
-        with pytest.raises(ConfigError, match="file/xla cannot be made .*compilation-cache-dir"):
+        with pytest.raises(ConfigError, match=r"file/xla cannot be made .*compilation-cache-dir"):
             use_compilation_cache(tmp_path / "file" / "xla")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
