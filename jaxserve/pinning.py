@@ -39,7 +39,7 @@ def read_prefixes(paths: Sequence[str], tokenizer: Tokenizer | None) -> list[Pin
 
 def _read(path: str, tokenizer: Tokenizer) -> list[int]:
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
         if Path(path).suffix.lower() != ".json":
             return tokenizer.encode(text)
         return _of_conversation(json.loads(text), tokenizer)

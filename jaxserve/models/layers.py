@@ -237,11 +237,16 @@ class Linear(nnx.Module):
         self.bias = sharded_param((out_size,), dtype, (axes[0],)) if bias else None  # [out]
 
     def __call__(
-        self, x: Activations, num_live: jax.Array | None = None, residual: jax.Array | None = None
+        self,
+        x: Activations,
+        num_live: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        *,
+        is_fine: bool = False,
     ) -> jax.Array:
         """x [num_tokens, in] -> [num_tokens, out], with the residual [num_tokens, out] added."""
         if isinstance(self.weight, PackedMatrix):
-            [y] = packed_products(x, [self.weight], num_live, residual=residual)
+            [y] = packed_products(x, [self.weight], num_live, residual=residual, is_fine=is_fine)
         else:
             y = linear(written_out(x), self.weight[...])
             y = y if residual is None else residual + y
@@ -255,7 +260,7 @@ def linears(
     matrices = [layer.weight for layer in layers if isinstance(layer.weight, PackedMatrix)]
     if len(matrices) < len(layers):
         x = written_out(x)
-        return [layer(x, num_live) for layer in layers]
+        return [layer(x, num_live, is_fine=is_fine) for layer in layers]
     found = packed_products(x, matrices, num_live, is_fine=is_fine)
     return [
         y if layer.bias is None else y + layer.bias[...][None, :]

@@ -98,7 +98,7 @@ inline void transpose(Floats (&x)[16]) {
 // Round to nearest even and store as signed bytes; |x| is at most 127.
 inline Dot round_to_bytes(int8_t* p, Floats x) {
   const __m512i whole = _mm512_cvtps_epi32(x.v);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(whole));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(whole));
   return {whole};
 }
 inline int32_t sum_lanes(Dot a) { return _mm512_reduce_add_epi32(a.v); }

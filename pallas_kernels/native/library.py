@@ -84,7 +84,12 @@ def load(isa: str, directory: Path) -> None:
     """Build the library if need be, load it, and make its kernels known to XLA. Raises BuildError."""
     with _LOCK:
         if isa not in _LOADED:
-            library = ctypes.CDLL(str(_built(isa, directory)))
+            path = _built(isa, directory)
+            try:
+                library = ctypes.CDLL(str(path))
+            except OSError:
+                path.unlink()  # damaged, or of another system: once more
+                library = ctypes.CDLL(str(_built(isa, directory)))
             for handler in _HANDLERS:
                 capsule = jax.ffi.pycapsule(getattr(library, handler))
                 jax.ffi.register_ffi_target(f"{handler}_{isa}", capsule, platform="cpu")
@@ -126,6 +131,8 @@ def _built(isa: str, directory: Path) -> Path:
             list(pool.map(_run, commands))
         _run([*compiler, "-shared", "-o", str(made), *objects])
         made.chmod(0o755)  # whatever the umask: the next start refuses what others may write
+        with made.open("rb") as file:
+            os.fsync(file.fileno())  # half a library would end every later start by a signal
         made.replace(path)
     return path
 

@@ -83,6 +83,7 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::B
     if (!values || !scales || !y) return ffi::Error::InvalidArgument("packed_matmul: operands");
     const auto shape = values->dimensions();
     const size_t rank = shape.size();
+    if (rank == 4 && (index < 0 || index >= shape[0])) return ffi::Error::InvalidArgument("packed_matmul: layer");
     Matrix m;
     m.values = layer_of(*values, 3, index);
     m.scales = layer_of(*scales, 3, index);

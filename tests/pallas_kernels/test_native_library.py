@@ -131,3 +131,21 @@ def test_a_kernel_that_is_not_loaded_has_no_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(library, "_LOADED", {})
     with pytest.raises(RuntimeError, match="not loaded"):
         library.target("jaxserve_packed_matmul", "avx2")
+
+
+def test_a_damaged_library_is_built_again(isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def build(name: str, directory: Path) -> Path:
+        path = directory / f"{name}.so"
+        if not path.exists():
+            built.append(name)
+            path.write_bytes(b"" if len(built) == 1 else source.read_bytes())
+        return path
+
+    source = library._built(isa, Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).parent / "native")
+    monkeypatch.setattr(library, "_LOADED", {})
+    monkeypatch.setattr(library, "_built", build)
+    monkeypatch.setattr(library.jax.ffi, "register_ffi_target", lambda *args, **kwargs: None)
+    library.load(isa, tmp_path)
+    assert built == [isa, isa]
