@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxserve.bench.roofline import Machine, measure_machine
 from pallas_kernels.native import find
-from pallas_kernels.packed_matmul import PackedWeight, pack4, packed_matmul
+from pallas_kernels.packed_matmul import MLPWeights, PackedWeight, pack4, packed_matmul, packed_mlp
 from pallas_kernels.ragged_paged_attention import AttentionSpec, Rows, ragged_paged_attention
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 30, 9, 3, 64, 16
@@ -107,7 +107,7 @@ def attention_floor(machine: Machine, case: tuple[str, int, int, int]) -> float:
 def matmul_seconds(isa: str, tokens: int) -> tuple[float, float, int]:
     """Seconds of all packed weights of a model, of XLA's with float32 ones, and bytes of the packed."""
     rng = np.random.default_rng(0)
-    shapes = [(960, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
+    shapes = [(960, HIDDEN), (HIDDEN, HIDDEN), *[(INTERMEDIATE, HIDDEN)] * 2, (HIDDEN, INTERMEDIATE)]
 
     def packed(out: int, size: int) -> PackedWeight:
         values = rng.integers(0, 16, (out, size)).astype(np.uint8)
@@ -119,26 +119,32 @@ def matmul_seconds(isa: str, tokens: int) -> tuple[float, float, int]:
 
     weights = [packed(*shape) for shape in shapes]
     floats = [jnp.asarray(rng.standard_normal((LAYERS, *shape), np.float32)) for shape in shapes]
-    xs = [jnp.asarray(rng.standard_normal((tokens, size), np.float32)) for _, size in shapes]
+    xs = [jnp.asarray(rng.standard_normal((tokens, HIDDEN), np.float32)) for _ in range(3)]
 
     # Each product feeds the next layer's through its first outputs, so that none can be left out.
     def native(xs: list[jax.Array]) -> list[jax.Array]:
         def layer(i: jax.Array, xs: list[jax.Array]) -> list[jax.Array]:
-            found = [
-                packed_matmul(x, [w], [shape[0]], layer=i, chip=isa)[0]
-                for x, w, shape in zip(xs, weights, shapes, strict=True)
-            ]
-            return [x + 1e-6 * y[:, :1] for x, y in zip(xs, found, strict=True)]
+            qkv, out, mlp = xs
+            [y] = packed_matmul(qkv, [weights[0]], [960], layer=i, chip=isa)
+            [z] = packed_matmul(out, [weights[1]], [HIDDEN], layer=i, chip=isa)
+            of_mlp = packed_mlp(mlp, MLPWeights(*weights[2:]), HIDDEN, "silu", layer=i, chip=isa)
+            return [x + 1e-6 * y[:, :1] for x, y in zip(xs, (y, z, of_mlp), strict=True)]
 
         return jax.lax.fori_loop(0, LAYERS, layer, xs)
 
     def plain(xs: list[jax.Array]) -> list[jax.Array]:
         for i in range(LAYERS):
-            xs = [x + 1e-6 * (w[i] @ x.T).T[:, :1] for x, w in zip(xs, floats, strict=True)]
+            qkv, out, mlp = xs
+            ys = [(w[i] @ x.T).T for w, x in zip(floats[:4], (qkv, out, mlp, mlp), strict=True)]
+            ys[2:] = [(floats[4][i] @ (jax.nn.silu(ys[2]) * ys[3]).T).T]
+            xs = [x + 1e-6 * y[:, :1] for x, y in zip(xs, ys, strict=True)]
         return xs
 
-    run_native, run_plain = jax.jit(native), jax.jit(plain)
-    seconds = [best(lambda run=run: jax.block_until_ready(run(xs))) for run in (run_native, run_plain)]
+    def seconds_of(fn: Callable[[list[jax.Array]], list[jax.Array]]) -> float:
+        run = jax.jit(fn)
+        return best(lambda: jax.block_until_ready(run(xs)))
+
+    seconds = [seconds_of(fn) for fn in (native, plain)]
     return seconds[0], seconds[1], sum(a.nbytes for w in weights for a in w if a is not None)
 
 

@@ -17,10 +17,12 @@ from jaxserve.models.config import ModelConfig
 from pallas_kernels.packed_matmul import (
     Activations,
     Gated,
+    MLPWeights,
     Normed,
     PackedWeight,
     dequantize_rows,
     packed_matmul,
+    packed_mlp,
     written_out,
 )
 
@@ -186,6 +188,26 @@ class PackedMatrix(nnx.Module):
         return dequantize_rows(PackedWeight(*self.parts()), inside)
 
 
+def with_packed(
+    fn: Callable[[list[PackedWeight], jax.Array | None], T], matrices: Sequence[PackedMatrix]
+) -> T:
+    """fn(weights, layer): of which layer they are, None where they are not stacked."""
+    parts = [part for matrix in matrices for part in matrix.parts()]
+    layer = None
+    if isinstance(parts[0], StackedWeight):  # the kernel is told where to read
+        layer, parts = parts[0].index, [part.array for part in parts]
+
+    def run(*arrays: jax.Array) -> T:
+        found = iter(arrays)
+        weights = [
+            PackedWeight(next(found), next(found), next(found) if matrix.form.has_mins else None)
+            for matrix in matrices
+        ]
+        return fn(weights, layer)
+
+    return with_weights(run, parts)
+
+
 def packed_products(
     x: Activations,
     matrices: Sequence[PackedMatrix],
@@ -198,18 +220,9 @@ def packed_products(
 
     See `packed_matmul` for the other arguments.
     """
-    parts = [part for matrix in matrices for part in matrix.parts()]
-    layer = None
-    if isinstance(parts[0], StackedWeight):  # the kernel is told where to read
-        layer, parts = parts[0].index, [part.array for part in parts]
     sizes = [matrix.out_size for matrix in matrices]
 
-    def multiply(*arrays: jax.Array) -> list[jax.Array]:
-        found = iter(arrays)
-        weights = [
-            PackedWeight(next(found), next(found), next(found) if matrix.form.has_mins else None)
-            for matrix in matrices
-        ]
+    def multiply(weights: list[PackedWeight], layer: jax.Array | None) -> list[jax.Array]:
         return packed_matmul(
             x,
             weights,
@@ -221,7 +234,7 @@ def packed_products(
             chip=matrices[0].chip,
         )
 
-    return with_weights(multiply, parts)
+    return with_packed(multiply, matrices)
 
 
 class Linear(nnx.Module):
@@ -333,5 +346,22 @@ class MLP(nnx.Module):
         self, x: Activations, num_live: jax.Array | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """x [num_tokens, hidden] -> the same, with the residual added."""
-        gate, up = linears(x, [self.gate_proj, self.up_proj], num_live)
+        parts = [self.gate_proj, self.up_proj, self.down_proj]
+        matrices = [part.weight for part in parts if isinstance(part.weight, PackedMatrix)]
+        if len(matrices) == len(parts) and not any(part.bias for part in parts):
+
+            def compute(weights: list[PackedWeight], layer: jax.Array | None) -> jax.Array:
+                return packed_mlp(
+                    x,
+                    MLPWeights(*weights),
+                    matrices[2].out_size,
+                    self.activation,
+                    layer=layer,
+                    num_live=num_live,
+                    residual=residual,
+                    chip=matrices[2].chip,
+                )
+
+            return with_packed(compute, matrices)
+        gate, up = linears(x, parts[:2], num_live)
         return self.down_proj(Gated(gate, up, self.activation), num_live, residual)

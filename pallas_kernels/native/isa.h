@@ -2,8 +2,8 @@
 //
 // One source serves all sets: the build passes JAXSERVE_AVX2, JAXSERVE_AVX_VNNI or JAXSERVE_AVX512_VNNI.
 // `Floats` are 16 floats, `Bytes` 64 bytes: 16 outputs times 4 consecutive inputs. `Dot` sums products of
-// unsigned weights and signed activations: weights of 8 bits where `kDotTakesBytes`, else of 4, and at most 8
-// of them before `total`.
+// unsigned weights and signed activations, of which `Four` has the same four for all outputs: weights of 8 bits
+// where `kDotTakesBytes`, else of 4, and at most 8 of them before `total`.
 #pragma once
 
 #include <immintrin.h>
@@ -20,14 +20,16 @@ inline int32_t load_int(const int8_t* p) {
   std::memcpy(&four, p, 4);
   return four;
 }
+constexpr int32_t kOnes = 0x01010101;
 
 #if defined(JAXSERVE_AVX512_VNNI)
 
-constexpr int kTokensPerTile = 14;  // 14 sums, 8 registers of weights, and a few to work with, of 32
+constexpr int kTokensPerTile = 8, kBlocksPerTile = 2;  // 16 sums, or 18, and a few to work with, of 32 registers
 constexpr bool kDotTakesBytes = true;
 
 struct Floats { __m512 v; };
 struct Bytes { __m512i v; };
+struct Four { __m512i v; };
 struct Dot { __m512i v; };
 
 inline Floats zeros() { return {_mm512_setzero_ps()}; }
@@ -105,22 +107,24 @@ inline int32_t sum_lanes(Dot a) { return _mm512_reduce_add_epi32(a.v); }
 inline Dot operator+(Dot a, Dot b) { return {_mm512_add_epi32(a.v, b.v)}; }
 
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Bytes operator+(Bytes a, Bytes b) { return {_mm512_add_epi8(a.v, b.v)}; }
 inline Bytes low_nibbles(Bytes b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes b) {
   return {_mm512_and_si512(_mm512_srli_epi16(b.v, 4), _mm512_set1_epi8(15))};
 }
 inline Dot no_dot() { return {_mm512_setzero_si512()}; }
-inline Dot dot(Dot sum, Bytes weights, int32_t four) {
-  return {_mm512_dpbusd_epi32(sum.v, weights.v, _mm512_set1_epi32(four))};
-}
+inline Four load_four(const int8_t* p) { return {_mm512_set1_epi32(load_int(p))}; }
+inline Four four_ones() { return {_mm512_set1_epi32(kOnes)}; }
+inline Dot dot(Dot sum, Bytes weights, Four x) { return {_mm512_dpbusd_epi32(sum.v, weights.v, x.v)}; }
 inline Floats total(Dot sum) { return {_mm512_cvtepi32_ps(sum.v)}; }
 
 #else  // 16 registers of 256 bits: sixteen lanes are two of them
 
-constexpr int kTokensPerTile = 4;
+constexpr int kTokensPerTile = 4, kBlocksPerTile = 1;  // 8 sums, or 10, and a few to work with
 
 struct Floats { __m256 a, b; };
 struct Bytes { __m256i a, b; };
+struct Four { __m256i v; };
 struct Dot { __m256i a, b; };
 
 inline Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -245,6 +249,7 @@ inline Bytes load_bytes(const uint8_t* p) {
   const __m256i* halves = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
 }
+inline Bytes operator+(Bytes x, Bytes y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; }
 inline Bytes low_nibbles(Bytes b) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(b.a, mask), _mm256_and_si256(b.b, mask)};
@@ -252,6 +257,8 @@ inline Bytes low_nibbles(Bytes b) {
 inline Bytes high_nibbles(Bytes b) {
   return low_nibbles({_mm256_srli_epi16(b.a, 4), _mm256_srli_epi16(b.b, 4)});
 }
+inline Four load_four(const int8_t* p) { return {_mm256_set1_epi32(load_int(p))}; }
+inline Four four_ones() { return {_mm256_set1_epi32(kOnes)}; }
 inline Dot no_dot() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Floats whole(Dot sum) { return {_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi32_ps(sum.b)}; }
 
@@ -259,9 +266,8 @@ inline Floats whole(Dot sum) { return {_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi3
 
 constexpr bool kDotTakesBytes = true;
 
-inline Dot dot(Dot sum, Bytes weights, int32_t four) {
-  const __m256i x = _mm256_set1_epi32(four);
-  return {_mm256_dpbusd_avx_epi32(sum.a, weights.a, x), _mm256_dpbusd_avx_epi32(sum.b, weights.b, x)};
+inline Dot dot(Dot sum, Bytes weights, Four x) {
+  return {_mm256_dpbusd_avx_epi32(sum.a, weights.a, x.v), _mm256_dpbusd_avx_epi32(sum.b, weights.b, x.v)};
 }
 inline Floats total(Dot sum) { return whole(sum); }
 
@@ -270,10 +276,9 @@ inline Floats total(Dot sum) { return whole(sum); }
 // Pairs are summed in 16 bits, which saturate: 8 steps of nibbles reach 8 * 2 * 15 * 127 = 30,480 at most.
 constexpr bool kDotTakesBytes = false;
 
-inline Dot dot(Dot sum, Bytes weights, int32_t four) {
-  const __m256i x = _mm256_set1_epi32(four);
-  return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(weights.a, x)),
-          _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(weights.b, x))};
+inline Dot dot(Dot sum, Bytes weights, Four x) {
+  return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(weights.a, x.v)),
+          _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(weights.b, x.v))};
 }
 inline Floats total(Dot sum) {
   const __m256i ones = _mm256_set1_epi16(1);

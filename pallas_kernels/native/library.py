@@ -35,7 +35,7 @@ _FLAGS: dict[str, tuple[str, ...]] = {
 }
 ISAS = tuple(_FLAGS)  # the best first
 _SOURCES = Path(__file__).parent
-_HANDLERS = ("jaxserve_packed_matmul", "jaxserve_attention")
+_HANDLERS = ("jaxserve_packed_matmul", "jaxserve_packed_mlp", "jaxserve_attention")
 _LOCK = threading.Lock()
 
 

@@ -19,17 +19,29 @@ const uint8_t* layer_of(const ffi::AnyBuffer& array, size_t rank, int64_t layer)
   return data + layer * static_cast<int64_t>(array.size_bytes()) / array.dimensions().front();
 }
 
-// Room that a thread keeps for its next call: most calls of a program have the same sizes.
-struct Scratch {
+// Memory that is kept for the next call: most calls of a program have the same sizes.
+struct Room {
   std::vector<int8_t> values, fine;
-  std::vector<float> scales, middles, sums;
+  std::vector<float> ranges;
 
-  void resize(int64_t num_tokens, int64_t num_groups, bool is_fine) {
-    values.resize(num_tokens * num_groups * kInputs);
-    if (is_fine) fine.resize(num_tokens * num_groups * kInputs);
-    for (std::vector<float>* of_groups : {&scales, &middles, &sums}) of_groups->resize(num_tokens * num_groups);
+  Activations activations(int64_t num_tokens, int64_t num_groups, bool is_fine) {
+    const int64_t num_panels = (num_tokens + kTokensPerTile - 1) / kTokensPerTile;
+    const int64_t places = num_panels * num_groups * kTokensPerTile;
+    values.resize(places * kInputs);
+    if (is_fine) fine.resize(places * kInputs);
+    ranges.resize(places * 3);
+    return {values.data(), is_fine ? fine.data() : nullptr, ranges.data(), num_groups};
   }
 };
+
+// A thread's own, aligned as vectors are: float [size].
+template <int kWhich>
+float* own_floats(int64_t size) {
+  static thread_local std::vector<float> kept;
+  if (static_cast<int64_t>(kept.size()) < size + kOutputs) kept.resize(size + kOutputs);
+  const uintptr_t place = reinterpret_cast<uintptr_t>(kept.data());
+  return reinterpret_cast<float*>((place + 63) / 64 * 64);
+}
 
 // The activations of a call, before they are rounded.
 struct Inputs {
@@ -39,22 +51,122 @@ struct Inputs {
   float eps;
   int64_t size;
 
-  void quantize(int64_t token, Activations to) const {
-    const int64_t row = token * size, group = row / kInputs;
-    const float* from = x + row;
+  void quantize(int64_t token, const Activations& to) const {
+    const float* from = x + token * size;
     if (before != Before::kNothing) {
-      static thread_local std::vector<float> kept;
-      kept.resize(size);
-      float* const made = kept.data();
+      float* const made = own_floats<0>(size);
       if (before == Before::kRmsNorm) rms_norm(from, other, eps, size, made);
-      else gate(before, from, other + row, size, made);
+      else gate(before, from, other + token * size, size, made);
       from = made;
     }
-    quantize_row(from, to.num_groups, const_cast<int8_t*>(to.values) + row,
-                 to.fine == nullptr ? nullptr : const_cast<int8_t*>(to.fine) + row,
-                 const_cast<float*>(to.scales) + group, const_cast<float*>(to.middles) + group,
-                 const_cast<float*>(to.sums) + group);
+    for (int64_t g = 0; g < to.num_groups; ++g) quantize_group(from + g * kInputs, to, token, g);
   }
+
+  // The first num_tokens. Threads take whole panels, so that none writes beside another.
+  void quantize_all(Team& team, int64_t num_tokens, const Activations& to) const {
+    const int64_t panels = std::max<int64_t>(1, kFloatsTogether / (size * kTokensPerTile));
+    const int64_t rows_together = panels * kTokensPerTile;
+    team.run((num_tokens + rows_together - 1) / rows_together, [&](int64_t i) {
+      const int64_t end = std::min(num_tokens, (i + 1) * rows_together);
+      for (int64_t t = i * rows_together; t < end; ++t) quantize(t, to);
+    });
+  }
+};
+
+// f(i) for each i in [0, n), a few pieces for each thread: the last to end is not far behind, and each reads a
+// run of memory.
+template <typename F>
+void by_pieces(Team& team, int64_t n, const F& f) {
+  const int64_t together = std::max<int64_t>(1, n / (4 * team.num_threads()));
+  team.run((n + together - 1) / together, [&](int64_t piece) {
+    const int64_t end = std::min(n, (piece + 1) * together);
+    for (int64_t i = piece * together; i < end; ++i) f(i);
+  });
+}
+
+// y[0:num_tokens] of a tile's outputs.
+void multiply(const Matrix& matrix, int64_t tile, const Activations& x, int64_t num_tokens) {
+  const Products products(matrix, tile, x, num_tokens, own_floats<1>(matrix.num_groups * kFactors));
+  alignas(64) float sums[kTokensPerTile * kSumsWidth];
+  for (int64_t token = 0; token < num_tokens;) {
+    const int size = products.run(token, sums);
+    for (int t = 0; t < size; ++t, ++token) {
+      for (int b = 0; b < kBlocksPerTile; ++b) {
+        const int64_t output = (tile * kBlocksPerTile + b) * kOutputs;
+        const int num_outputs = static_cast<int>(std::min<int64_t>(kOutputs, matrix.num_outputs - output));
+        if (num_outputs <= 0) break;
+        const int64_t at = token * matrix.num_outputs + output;
+        Floats y = load(sums + t * kSumsWidth + b * kOutputs);
+        if (num_outputs == kOutputs) {
+          if (matrix.residual != nullptr) y = y + load(matrix.residual + at);
+          store(matrix.y + at, y);
+        } else {
+          if (matrix.residual != nullptr) y = y + load_part(matrix.residual + at, num_outputs);
+          store_part(matrix.y + at, y, num_outputs);
+        }
+      }
+    }
+  }
+}
+
+// activation(gate) * up of outputs 32 group, ..., rounded at once: a group of what the next product takes.
+void gated_group(const Matrix& gate_matrix, const Matrix& up_matrix, Before activation, int64_t group,
+                 const Activations& x, int64_t num_tokens, const Activations& to) {
+  constexpr int kTiles = kInputs / kTileOutputs;
+  const int64_t factors = gate_matrix.num_groups * kFactors;
+  float* const room = own_floats<1>(2 * kTiles * factors);
+  alignas(64) float gates[kTokensPerTile * kSumsWidth], ups[kTokensPerTile * kSumsWidth], made[kInputs];
+  const auto products = [&](const Matrix& matrix, int part) {
+    return Products(matrix, group * kTiles + part % kTiles, x, num_tokens, room + part * factors);
+  };
+  static_assert(kTiles <= 2, "a group is one tile or two");
+  const Products of_gate[] = {products(gate_matrix, 0), products(gate_matrix, kTiles - 1)};
+  const Products of_up[] = {products(up_matrix, kTiles), products(up_matrix, 2 * kTiles - 1)};
+  for (int64_t token = 0; token < num_tokens;) {
+    int size = 0;
+    for (int part = 0; part < kTiles; ++part) {
+      size = of_gate[part].run(token, gates + part * kTileOutputs);
+      of_up[part].run(token, ups + part * kTileOutputs);
+    }
+    for (int t = 0; t < size; ++t, ++token) {
+      gate(activation, gates + t * kSumsWidth, ups + t * kSumsWidth, kInputs, made);
+      quantize_group(made, to, token, group);
+    }
+  }
+}
+
+// The arrays of a stacked weight, and what is computed with them.
+class Operands {
+ public:
+  Operands(ffi::RemainingArgs args, int64_t layer) : args_(args), layer_(layer) {}
+
+  const float* floats() { return static_cast<const float*>(args_.get<ffi::AnyBuffer>(next_++)->untyped_data()); }
+
+  // False where the arrays are not those of a weight.
+  bool matrix(bool has_mins, float* y, const float* residual, int64_t num_outputs, Matrix& m) {
+    const auto values = args_.get<ffi::AnyBuffer>(next_++), scales = args_.get<ffi::AnyBuffer>(next_++);
+    if (!values || !scales) return false;
+    const auto shape = values->dimensions();
+    const size_t rank = shape.size();
+    if (rank == 4 && (layer_ < 0 || layer_ >= shape[0])) return false;
+    m.values = layer_of(*values, 3, layer_);
+    m.scales = layer_of(*scales, 3, layer_);
+    m.mins = has_mins ? layer_of(*args_.get<ffi::AnyBuffer>(next_++), 3, layer_) : nullptr;
+    m.is_half = scales->element_type() == ffi::F16;
+    m.bits = static_cast<int>(shape[rank - 1] * 8 / (kOutputs * kInputs));
+    m.num_blocks = shape[rank - 3];
+    m.num_groups = shape[rank - 2];
+    m.groups_per_scale = m.num_groups / scales->dimensions()[rank - 2];
+    m.y = y;
+    m.residual = residual;
+    m.num_outputs = num_outputs;
+    return true;
+  }
+
+ private:
+  ffi::RemainingArgs args_;
+  int64_t layer_;
+  size_t next_ = 0;
 };
 
 // x: float32 [num_tokens, in]; the first num_live rows are computed, the others left alone. What follows: the
@@ -64,64 +176,60 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::B
                          ffi::Span<const int64_t> has_mins, int64_t before, float eps, bool has_residual,
                          bool is_fine) {
   Team team(pool);
-  const int64_t num_tokens = x.dimensions()[0], index = *layer.typed_data();
-  const int64_t live = std::clamp<int64_t>(*num_live.typed_data(), 0, num_tokens);
-  size_t next = 0;
-  const auto floats = [&](bool is_there) -> const float* {
-    if (!is_there) return nullptr;
-    return static_cast<const float*>(args.get<ffi::AnyBuffer>(next++)->untyped_data());
-  };
+  const int64_t live = std::clamp<int64_t>(*num_live.typed_data(), 0, x.dimensions()[0]);
+  Operands operands(args, *layer.typed_data());
   Inputs inputs{x.typed_data(), nullptr, static_cast<Before>(before), eps, x.dimensions()[1]};
-  inputs.other = floats(inputs.before != Before::kNothing);
-  const float* const residual = floats(has_residual);
-
-  std::vector<Matrix> matrices;
-  int64_t num_blocks = 0;
+  if (inputs.before != Before::kNothing) inputs.other = operands.floats();
+  const float* const residual = has_residual ? operands.floats() : nullptr;
+  std::vector<Matrix> matrices(has_mins.size());
+  int64_t num_tiles = 0;
   for (size_t i = 0; i < has_mins.size(); ++i) {
-    const auto values = args.get<ffi::AnyBuffer>(next++), scales = args.get<ffi::AnyBuffer>(next++);
     auto y = rets.get<ffi::BufferR2<ffi::F32>>(i);
-    if (!values || !scales || !y) return ffi::Error::InvalidArgument("packed_matmul: operands");
-    const auto shape = values->dimensions();
-    const size_t rank = shape.size();
-    if (rank == 4 && (index < 0 || index >= shape[0])) return ffi::Error::InvalidArgument("packed_matmul: layer");
-    Matrix m;
-    m.values = layer_of(*values, 3, index);
-    m.scales = layer_of(*scales, 3, index);
-    m.mins = has_mins[i] != 0 ? layer_of(*args.get<ffi::AnyBuffer>(next++), 3, index) : nullptr;
-    m.is_half = scales->element_type() == ffi::F16;
-    m.bits = static_cast<int>(shape[rank - 1] * 8 / (kOutputs * kInputs));
-    m.num_blocks = shape[rank - 3];
-    m.num_groups = shape[rank - 2];
-    m.groups_per_scale = m.num_groups / scales->dimensions()[rank - 2];
-    m.y = (*y)->typed_data();
-    m.residual = residual;
-    m.num_outputs = (*y)->dimensions()[1];
-    num_blocks += m.num_blocks;
-    matrices.push_back(m);
+    if (!y) return ffi::Error::InvalidArgument("packed_matmul: results");
+    if (!operands.matrix(has_mins[i] != 0, (*y)->typed_data(), residual, (*y)->dimensions()[1], matrices[i])) {
+      return ffi::Error::InvalidArgument("packed_matmul: weights, or the layer");
+    }
+    num_tiles += matrices[i].num_tiles();
   }
 
-  static thread_local Scratch scratch;
-  const int64_t num_groups = inputs.size / kInputs;
-  scratch.resize(live, num_groups, is_fine);
-  const Activations activations{scratch.values.data(), is_fine ? scratch.fine.data() : nullptr,
-                                scratch.scales.data(), scratch.middles.data(), scratch.sums.data(), num_groups};
-  const int64_t rows_together = std::max<int64_t>(1, kFloatsTogether / inputs.size);
-  team.run((live + rows_together - 1) / rows_together, [&](int64_t i) {
-    const int64_t end = std::min(live, (i + 1) * rows_together);
-    for (int64_t t = i * rows_together; t < end; ++t) inputs.quantize(t, activations);
+  static thread_local Room room;
+  const Activations activations = room.activations(live, inputs.size / kInputs, is_fine);
+  inputs.quantize_all(team, live, activations);
+  by_pieces(team, num_tiles, [&](int64_t tile) {
+    size_t which = 0;
+    while (tile >= matrices[which].num_tiles()) tile -= matrices[which++].num_tiles();
+    multiply(matrices[which], tile, activations, live);
   });
+  return ffi::Error::Success();
+}
 
-  // A few pieces for each thread: the last to end is not far behind, and each reads a run of memory.
-  const int64_t blocks_together = std::max<int64_t>(1, num_blocks / (4 * team.num_threads()));
-  team.run((num_blocks + blocks_together - 1) / blocks_together, [&](int64_t i) {
-    const int64_t end = std::min(num_blocks, (i + 1) * blocks_together);
-    for (int64_t block = i * blocks_together; block < end; ++block) {
-      int64_t own = block;
-      size_t which = 0;
-      while (own >= matrices[which].num_blocks) own -= matrices[which++].num_blocks;
-      block_of_outputs(matrices[which], own, activations, live);
-    }
+// x: float32 [num_tokens, in], of which the first num_live rows are computed. What follows: the norm's weight and
+// the residual, those that there are; then the arrays of gate, up and down.
+ffi::Error packed_mlp(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR0<ffi::S32> layer,
+                      ffi::BufferR0<ffi::S32> num_live, ffi::RemainingArgs args,
+                      ffi::Result<ffi::BufferR2<ffi::F32>> y, ffi::Span<const int64_t> has_mins, int64_t before,
+                      float eps, bool has_residual, int64_t activation) {
+  Team team(pool);
+  const int64_t live = std::clamp<int64_t>(*num_live.typed_data(), 0, x.dimensions()[0]);
+  Operands operands(args, *layer.typed_data());
+  Inputs inputs{x.typed_data(), nullptr, static_cast<Before>(before), eps, x.dimensions()[1]};
+  if (inputs.before != Before::kNothing) inputs.other = operands.floats();
+  const float* const residual = has_residual ? operands.floats() : nullptr;
+  Matrix gate_matrix, up_matrix, down;
+  if (!operands.matrix(has_mins[0] != 0, nullptr, nullptr, 0, gate_matrix) ||
+      !operands.matrix(has_mins[1] != 0, nullptr, nullptr, 0, up_matrix) ||
+      !operands.matrix(has_mins[2] != 0, y->typed_data(), residual, y->dimensions()[1], down)) {
+    return ffi::Error::InvalidArgument("packed_mlp: weights, or the layer");
+  }
+
+  static thread_local Room room, hidden_room;
+  const Activations activations = room.activations(live, inputs.size / kInputs, false);
+  const Activations hidden = hidden_room.activations(live, down.num_groups, false);
+  inputs.quantize_all(team, live, activations);
+  by_pieces(team, down.num_groups, [&](int64_t group) {
+    gated_group(gate_matrix, up_matrix, static_cast<Before>(activation), group, activations, live, hidden);
   });
+  by_pieces(team, down.num_tiles(), [&](int64_t tile) { multiply(down, tile, hidden, live); });
   return ffi::Error::Success();
 }
 
@@ -141,3 +249,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_packed_matmul, jaxserve::packed_matmul,
                                   .Attr<float>("eps")
                                   .Attr<bool>("has_residual")
                                   .Attr<bool>("is_fine"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_packed_mlp, jaxserve::packed_mlp,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Attr<ffi::Span<const int64_t>>("has_mins")
+                                  .Attr<int64_t>("before")
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<int64_t>("activation"));

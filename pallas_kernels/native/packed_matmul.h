@@ -6,80 +6,17 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <type_traits>
 
-#include "attention_math.h"
-#include "isa.h"
+#include "packed_activations.h"
+#include "repeat.h"
 
 namespace jaxserve {
 
-constexpr int kOutputs = 16;  // of a block
-constexpr int kInputs = 32;   // of a block, and of a group of activations
+constexpr int kOutputs = 16;                             // of a block
+constexpr int kTileOutputs = kOutputs * kBlocksPerTile;  // of a tile
 constexpr int kSteps = kInputs / 4;
-constexpr float kFinePart = 254.0f;  // of a step of the integers, that a fine one is
-
-// Activations as 8-bit integers: x[t, 32 g + i] = scale * (values + fine / 254) + middle of the group.
-struct Activations {
-  const int8_t* values;  // [num_tokens, num_groups * 32]
-  const int8_t* fine;    // the same: what rounding left; or null
-  const float* scales;   // [num_tokens, num_groups]
-  const float* middles;  // [num_tokens, num_groups]
-  const float* sums;     // [num_tokens, num_groups]: of a group's x, as it is rounded
-  int64_t num_groups;
-};
-
-// The integers cover a group's own range: one large value of one sign leaves the others twice as fine.
-inline void quantize_row(const float* x, int64_t num_groups, int8_t* values, int8_t* fine, float* scales,
-                         float* middles, float* sums) {
-  for (int64_t g = 0; g < num_groups; ++g, x += kInputs, values += kInputs) {
-    const Floats a = load(x), b = load(x + 16);
-    const float high = max_lane(max(a, b)), low = -max_lane(max(zeros() - a, zeros() - b));
-    const float half = 0.5f * high - 0.5f * low, middle = 0.5f * high + 0.5f * low;
-    const Floats inverse = splat(half > 0.0f ? 127.0f / half : 0.0f), center = splat(middle);
-    const Floats a_steps = (a - center) * inverse, b_steps = (b - center) * inverse;
-    float sum = static_cast<float>(sum_lanes(round_to_bytes(values, a_steps) + round_to_bytes(values + 16, b_steps)));
-    if (fine != nullptr) {
-      const Floats part = splat(kFinePart);
-      const Dot first = round_to_bytes(fine, (a_steps - round_even(a_steps)) * part);
-      const Dot second = round_to_bytes(fine + 16, (b_steps - round_even(b_steps)) * part);
-      sum += static_cast<float>(sum_lanes(first + second)) / kFinePart;
-      fine += kInputs;
-    }
-    scales[g] = half / 127.0f;
-    middles[g] = middle;
-    sums[g] = scales[g] * sum + kInputs * middle;
-  }
-}
-
-// What is done to the activations first.
-enum class Before : int64_t { kNothing, kRmsNorm, kSilu, kGelu };
-
-// x / (1 + e^-y)
-inline Floats times_sigmoid(Floats x, Floats y) {
-  const Floats e = exp_negative(zeros() - abs(y)), one = splat(1.0f);
-  return x * where_less(y, zeros(), e, one) / (one + e);
-}
-
-// A row of size elements: x / sqrt(mean(x^2) + eps) * other.
-inline void rms_norm(const float* x, const float* other, float eps, int64_t size, float* out) {
-  Floats squares = zeros();
-  for (int64_t i = 0; i < size; i += 16) squares = fma(load(x + i), load(x + i), squares);
-  const Floats scale = splat(1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(size) + eps));
-  for (int64_t i = 0; i < size; i += 16) store(out + i, load(x + i) * scale * load(other + i));
-}
-
-// activation(x) * other
-inline void gate(Before kind, const float* x, const float* other, int64_t size, float* out) {
-  for (int64_t i = 0; i < size; i += 16) {
-    const Floats v = load(x + i);
-    Floats y = v;
-    // The tanh form: x / 2 * (1 + tanh(z)) = x / (1 + e^-2z)
-    if (kind == Before::kGelu) y = splat(1.5957691216f) * fma(v * v * v, splat(0.044715f), v);
-    store(out + i, times_sigmoid(v, y) * load(other + i));
-  }
-}
+constexpr int kSumsWidth = 32;  // outputs of a row of sums, whatever a tile has
 
 // One weight matrix of a layer, and where its products go.
 struct Matrix {
@@ -93,127 +30,224 @@ struct Matrix {
   const float* residual;  // the same, to add; or null
   int64_t num_outputs;
 
+  int64_t num_tiles() const { return (num_blocks + kBlocksPerTile - 1) / kBlocksPerTile; }
+  const uint8_t* block(int64_t index) const { return values + index * num_groups * kOutputs * kInputs * bits / 8; }
   Floats scale(const uint8_t* from, int64_t index) const {
     if (is_half) return load(reinterpret_cast<const uint16_t*>(from) + index * kOutputs);
     return load(reinterpret_cast<const float*>(from) + index * kOutputs);
   }
 };
 
-// Sums over a group of weights times `four(j)`, the activations of step j.
-template <int kBits, typename F>
-inline Floats dot_group(const Bytes (&steps)[kSteps], const F& four) {
-  if constexpr (kDotTakesBytes) {
-    // Two sums: eight instructions that wait for each other are longer than what the processor sees at once.
-    Dot even = no_dot(), odd = no_dot();
-#pragma GCC unroll 8
-    for (int j = 0; j < kSteps; j += 2) {
-      even = dot(even, steps[j], four(j));
-      odd = dot(odd, steps[j + 1], four(j + 1));
+// The blocks whose products a tile makes side by side. Behind the last of a matrix it is that one once more:
+// what comes of it is not stored.
+struct Blocks {
+  Blocks(const Matrix& matrix, int64_t tile) : matrix(matrix), first(tile * kBlocksPerTile) {
+    for (int b = 0; b < kBlocksPerTile; ++b) {
+      index[b] = std::min(first + b, matrix.num_blocks - 1);
+      values[b] = matrix.block(index[b]);
     }
-    return total(even + odd);
-  } else if constexpr (kBits == 4) {
-    Dot sum = no_dot();
-#pragma GCC unroll 8
-    for (int j = 0; j < kSteps; ++j) sum = dot(sum, steps[j], four(j));
-    return total(sum);
-  } else {
-    // Bytes as two nibbles: what `dot` takes without saturating.
-    Dot low = no_dot(), high = no_dot();
-#pragma GCC unroll 8
-    for (int j = 0; j < kSteps; ++j) {
-      low = dot(low, low_nibbles(steps[j]), four(j));
-      high = dot(high, high_nibbles(steps[j]), four(j));
-    }
-    return fma(total(high), splat(16.0f), total(low));
   }
-}
 
-// y[t, 0:16] for the T tokens from `token` on and a block of outputs.
-template <int T, int kBits, bool kIsFine>
-void tile(const Matrix& matrix, int64_t block, const Activations& x, int64_t token) {
-  const int64_t num_groups = matrix.num_groups, row = num_groups * kInputs, first = token * num_groups;
-  constexpr int kBlockBytes = kOutputs * kInputs * kBits / 8;
-  constexpr float kOffset = kBits == 4 ? 8.0f : 128.0f;
-  const uint8_t* w = matrix.values + block * num_groups * kBlockBytes;
-  int64_t next_scale = block * (num_groups / matrix.groups_per_scale);
-  const int8_t* values = x.values + token * row;
-  const int8_t* fine = kIsFine ? x.fine + token * row : nullptr;
-
-  Floats y[T];
-  for (int t = 0; t < T; ++t) y[t] = zeros();
-  Floats scale = zeros(), min = zeros();
-  int64_t until_scale = 0;
-  for (int64_t g = 0; g < num_groups; ++g, w += kBlockBytes, values += kInputs) {
+  // Of a group, which is the next one: a weight is scale * value + min.
+  void next(Floats (&scale)[kBlocksPerTile], Floats (&min)[kBlocksPerTile]) {
     if (until_scale == 0) {
-      scale = matrix.scale(matrix.scales, next_scale);
-      min = matrix.mins == nullptr ? scale * splat(-kOffset) : matrix.scale(matrix.mins, next_scale);
+      const float offset = matrix.bits == 4 ? -8.0f : -128.0f;
+      for (int b = 0; b < kBlocksPerTile; ++b) {
+        const int64_t at = index[b] * (matrix.num_groups / matrix.groups_per_scale) + next_scale;
+        scale[b] = matrix.scale(matrix.scales, at);
+        min[b] = matrix.mins == nullptr ? scale[b] * splat(offset) : matrix.scale(matrix.mins, at);
+      }
       ++next_scale;
       until_scale = matrix.groups_per_scale;
     }
     --until_scale;
-    Bytes steps[kSteps];
-    for (int j = 0; j < kSteps; ++j) {
-      if constexpr (kBits == 4) {
-        const Bytes two = load_bytes(w + 64 * (j / 2));
-        steps[j] = j % 2 == 0 ? low_nibbles(two) : high_nibbles(two);
-      } else {
-        steps[j] = load_bytes(w + 64 * j);
-      }
-    }
-    Floats dots[T];
-#pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
-      dots[t] = dot_group<kBits>(steps, [&](int j) { return load_int(values + t * row + 4 * j); });
-      if constexpr (kIsFine) {
-        const Floats rest = dot_group<kBits>(steps, [&](int j) { return load_int(fine + t * row + 4 * j); });
-        dots[t] = fma(rest, splat(1.0f / kFinePart), dots[t]);
-      }
-    }
-    if constexpr (kIsFine) fine += kInputs;
-    const Floats sum_of_weights = dot_group<kBits>(steps, [](int) { return 0x01010101; });
-    // A weight is scale * value + min and an activation x_scale * integer + middle.
-#pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
-      const int64_t at = first + t * num_groups + g;
-      const Floats of_values = fma(splat(x.middles[at]), sum_of_weights, splat(x.scales[at]) * dots[t]);
-      y[t] = fma(min, splat(x.sums[at]), fma(of_values, scale, y[t]));
-    }
   }
-  const int num_outputs = static_cast<int>(std::min<int64_t>(kOutputs, matrix.num_outputs - block * kOutputs));
-  for (int t = 0; t < T; ++t) {
-    const int64_t at = (token + t) * matrix.num_outputs + block * kOutputs;
-    if (num_outputs == kOutputs) {
-      store(matrix.y + at, matrix.residual == nullptr ? y[t] : y[t] + load(matrix.residual + at));
-    } else {
-      if (matrix.residual != nullptr) y[t] = y[t] + load_part(matrix.residual + at, num_outputs);
-      store_part(matrix.y + at, y[t], num_outputs);
-    }
+
+  const Matrix& matrix;
+  int64_t first, index[kBlocksPerTile];
+  const uint8_t* values[kBlocksPerTile];
+  int64_t next_scale = 0, until_scale = 0;
+};
+
+// Which half of a byte: `dot` takes 8 bits in one, or in two.
+enum class Part { kAll, kLow, kHigh };
+
+template <int kBits, Part kPart>
+inline Bytes step_of(const uint8_t* group, int j) {
+  if constexpr (kBits == 4) {
+    const Bytes two = load_bytes(group + 64 * (j / 2));
+    return j % 2 == 0 ? low_nibbles(two) : high_nibbles(two);
   }
+  const Bytes step = load_bytes(group + 64 * j);
+  if constexpr (kPart == Part::kLow) return low_nibbles(step);
+  if constexpr (kPart == Part::kHigh) return high_nibbles(step);
+  return step;
 }
 
-// All tokens [0, num_tokens) of one block of outputs. A token's arithmetic is the same in any tile.
-template <int kBits, bool kIsFine>
-void all_tokens(const Matrix& matrix, int64_t block, const Activations& x, int64_t num_tokens) {
-  int64_t token = 0;
-  const auto by = [&](auto size) {
-    constexpr int kSize = decltype(size)::value;
-    if constexpr (kSize <= kTokensPerTile) {
-      for (; token + kSize <= num_tokens; token += kSize) tile<kSize, kBits, kIsFine>(matrix, block, x, token);
-    }
-  };
-  by(std::integral_constant<int, kTokensPerTile>());
-  by(std::integral_constant<int, 8>());
-  by(std::integral_constant<int, 4>());
-  by(std::integral_constant<int, 1>());
+// found[b][t], t < T: sums over a group of weights times x [T, 32]; t = T, if there is one: of the weights alone.
+template <int N, int T, int kBits, Part kPart>
+inline void dots_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
+                          Floats (&found)[kBlocksPerTile][N]) {
+  constexpr bool kFitBytes = kBits == 4 || kPart != Part::kAll;  // eight nibbles do, added up
+  Dot sums[kBlocksPerTile][N];
+  Bytes added[kBlocksPerTile];
+  repeat<kBlocksPerTile>([&](auto b) INLINE { repeat<N>([&](auto t) INLINE { sums[b][t] = no_dot(); }); });
+  repeat<kSteps>([&](auto j) INLINE {
+    Bytes steps[kBlocksPerTile];
+    repeat<kBlocksPerTile>([&](auto b) INLINE {
+      steps[b] = step_of<kBits, kPart>(w[b] + offset, j);
+      if constexpr (N > T) {
+        if constexpr (kFitBytes) added[b] = j == 0 ? steps[b] : added[b] + steps[b];
+        else sums[b][T] = dot(sums[b][T], steps[b], four_ones());
+      }
+    });
+    repeat<T>([&](auto t) INLINE {
+      const Four four = load_four(x + t * kInputs + 4 * j);
+      repeat<kBlocksPerTile>([&](auto b) INLINE { sums[b][t] = dot(sums[b][t], steps[b], four); });
+    });
+  });
+  repeat<kBlocksPerTile>([&](auto b) INLINE {
+    if constexpr (N > T && kFitBytes) sums[b][T] = dot(no_dot(), added[b], four_ones());
+    repeat<N>([&](auto t) INLINE {
+      if constexpr (kPart == Part::kHigh) found[b][t] = fma(total(sums[b][t]), splat(16.0f), found[b][t]);
+      else found[b][t] = total(sums[b][t]);
+    });
+  });
 }
 
-inline void block_of_outputs(const Matrix& matrix, int64_t block, const Activations& x, int64_t num_tokens) {
-  const bool is_fine = x.fine != nullptr;
-  if (matrix.bits == 4) {
-    is_fine ? all_tokens<4, true>(matrix, block, x, num_tokens) : all_tokens<4, false>(matrix, block, x, num_tokens);
+template <int N, int T, int kBits>
+inline void sums_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
+                          Floats (&found)[kBlocksPerTile][N]) {
+  if constexpr (kBits == 4 || kDotTakesBytes) {
+    dots_of_group<N, T, kBits, Part::kAll>(w, offset, x, found);
   } else {
-    is_fine ? all_tokens<8, true>(matrix, block, x, num_tokens) : all_tokens<8, false>(matrix, block, x, num_tokens);
+    dots_of_group<N, T, kBits, Part::kLow>(w, offset, x, found);
+    dots_of_group<N, T, kBits, Part::kHigh>(w, offset, x, found);
   }
 }
+
+// Of each group, for all the tokens: scale, scale * sum of the values, and min; [num_groups, blocks, 3, 16].
+constexpr int64_t kFactors = kBlocksPerTile * 3 * kOutputs;
+
+template <int kBits>
+void prepare(Blocks blocks, float* factors) {
+  Floats scale[kBlocksPerTile], min[kBlocksPerTile];
+  for (int64_t g = 0; g < blocks.matrix.num_groups; ++g) {
+    Floats of_weights[kBlocksPerTile][1];
+    sums_of_group<1, 0, kBits>(blocks.values, g * kOutputs * kInputs * kBits / 8, nullptr, of_weights);
+    blocks.next(scale, min);
+    for (int b = 0; b < kBlocksPerTile; ++b, factors += 3 * kOutputs) {
+      store(factors, scale[b]);
+      store(factors + kOutputs, scale[b] * of_weights[b][0]);
+      store(factors + 2 * kOutputs, min[b]);
+    }
+  }
+}
+
+// sums[t, 0:16 B] for the T tokens of a panel from `first` on. `factors`: as prepared, or null.
+//
+// Products of a group are held in registers and the sums in memory: so each load of activations serves all the
+// blocks, and each of weights all the tokens. A token's arithmetic is the same in any tile.
+template <int T, int kBits, bool kIsFine, bool kIsPrepared>
+void tile(Blocks blocks, const float* factors, const Activations& x, int64_t panel, int first, float* sums) {
+  constexpr int N = kIsPrepared ? T : T + 1;
+  const int64_t num_groups = blocks.matrix.num_groups, place = panel * num_groups * kTokensPerTile;
+  const int8_t* values = x.values + (place + first) * kInputs;
+  const int8_t* fine = kIsFine ? x.fine + (place + first) * kInputs : nullptr;
+  const float* range = x.ranges + 3 * place + first;
+  for (int t = 0; t < T; ++t) {
+    for (int b = 0; b < kBlocksPerTile; ++b) store(sums + t * kSumsWidth + b * kOutputs, zeros());
+  }
+  Floats scale[kBlocksPerTile], of_middle[kBlocksPerTile], min[kBlocksPerTile];
+  for (int64_t g = 0; g < num_groups; ++g) {
+    const int64_t offset = g * kOutputs * kInputs * kBits / 8;
+    asm volatile("" : "+r"(sums));  // or compilers keep the sums twice: there, and in registers that they spill
+    Floats found[kBlocksPerTile][N];
+    sums_of_group<N, T, kBits>(blocks.values, offset, values, found);
+    values += kTokensPerTile * kInputs;
+    if constexpr (kIsFine) {
+      Floats rest[kBlocksPerTile][T];
+      sums_of_group<T, T, kBits>(blocks.values, offset, fine, rest);
+      fine += kTokensPerTile * kInputs;
+      repeat<kBlocksPerTile>([&](auto b) INLINE {
+        repeat<T>([&](auto t) INLINE { found[b][t] = fma(rest[b][t], splat(1.0f / kFinePart), found[b][t]); });
+      });
+    }
+    if constexpr (!kIsPrepared) blocks.next(scale, min);
+    repeat<kBlocksPerTile>([&](auto b) INLINE {
+      if constexpr (kIsPrepared) {
+        scale[b] = load(factors), of_middle[b] = load(factors + kOutputs), min[b] = load(factors + 2 * kOutputs);
+        factors += 3 * kOutputs;
+      } else {
+        of_middle[b] = scale[b] * found[b][T];
+      }
+    });
+    // A weight is scale * value + min and an activation x_scale * integer + middle.
+    repeat<T>([&](auto t) INLINE {
+      const Floats x_scale = splat(range[t]), middle = splat(range[kTokensPerTile + t]);
+      const Floats x_sum = splat(range[2 * kTokensPerTile + t]);
+      repeat<kBlocksPerTile>([&](auto b) INLINE {
+        float* const y = sums + t * kSumsWidth + b * kOutputs;
+        const Floats sum = fma(of_middle[b], middle, fma(found[b][t] * scale[b], x_scale, load(y)));
+        store(y, fma(min[b], x_sum, sum));
+      });
+    });
+    range += 3 * kTokensPerTile;
+  }
+}
+
+// A tile, and how many tokens it takes.
+struct TileCode {
+  void (*run)(Blocks, const float* factors, const Activations&, int64_t panel, int first, float* sums);
+  int num_tokens;
+};
+
+// The tile for the next of `left` tokens. It may take more than those: what comes of the others is not stored.
+template <int kBits, bool kIsFine>
+TileCode tile_code(int64_t left, bool is_prepared) {
+  constexpr int kMost = kIsFine ? std::min(kTokensPerTile, 4) : kTokensPerTile;  // twice the registers
+  if (kMost > 4 && left > 4) {
+    return {is_prepared ? tile<kMost, kBits, kIsFine, true> : tile<kMost, kBits, kIsFine, false>, kMost};
+  }
+  if (is_prepared) return {tile<4, kBits, kIsFine, true>, 4};
+  if (left > 2) return {tile<4, kBits, kIsFine, false>, 4};
+  if (left == 2) return {tile<2, kBits, kIsFine, false>, 2};
+  return {tile<1, kBits, kIsFine, false>, 1};
+}
+
+// Products of a tile's outputs with any tokens.
+class Products {
+ public:
+  // `room`: [num_groups * kFactors], where they are prepared: as is worth its time for more than one tile.
+  Products(const Matrix& matrix, int64_t tile, const Activations& x, int64_t num_tokens, float* room)
+      : blocks_(matrix, tile), x_(x), num_tokens_(num_tokens) {
+    if (num_tokens <= kTokensPerTile) return;
+    factors_ = room;
+    matrix.bits == 4 ? prepare<4>(blocks_, room) : prepare<8>(blocks_, room);
+  }
+
+  const Blocks& blocks() const { return blocks_; }
+
+  // sums[t, 0:kTileOutputs] of tokens `token`, ...; how many there are.
+  int run(int64_t token, float* sums) const {
+    const TileCode code = choose(num_tokens_ - token);
+    code.run(blocks_, factors_, x_, token / kTokensPerTile, static_cast<int>(token % kTokensPerTile), sums);
+    return static_cast<int>(std::min<int64_t>(code.num_tokens, num_tokens_ - token));
+  }
+
+ private:
+  TileCode choose(int64_t left) const {
+    const bool is_prepared = factors_ != nullptr;
+    if (blocks_.matrix.bits == 4) {
+      return x_.fine ? tile_code<4, true>(left, is_prepared) : tile_code<4, false>(left, is_prepared);
+    }
+    return x_.fine ? tile_code<8, true>(left, is_prepared) : tile_code<8, false>(left, is_prepared);
+  }
+
+  Blocks blocks_;
+  const Activations& x_;
+  int64_t num_tokens_;
+  const float* factors_ = nullptr;
+};
 
 }  // namespace jaxserve

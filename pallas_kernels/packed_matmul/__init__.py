@@ -2,6 +2,7 @@
 
 from pallas_kernels.packed_matmul.activations import Activations, Gated, Normed, written_out
 from pallas_kernels.packed_matmul.api import packed_matmul
+from pallas_kernels.packed_matmul.mlp import MLPWeights, packed_mlp
 from pallas_kernels.packed_matmul.weight import (
     PackedWeight,
     dequantize,
@@ -14,6 +15,7 @@ from pallas_kernels.packed_matmul.weight import (
 __all__ = [
     "Activations",
     "Gated",
+    "MLPWeights",
     "Normed",
     "PackedWeight",
     "dequantize",
@@ -21,6 +23,7 @@ __all__ = [
     "pack",
     "pack4",
     "packed_matmul",
+    "packed_mlp",
     "quantize_int8",
     "written_out",
 ]

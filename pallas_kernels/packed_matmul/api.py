@@ -54,7 +54,7 @@ def packed_matmul(
         ValueError: shapes or dtypes do not fit together.
     """
     first = x if isinstance(x, jax.Array) else x[0]
-    _validate(first, weights, out_sizes, layer)
+    validate(first, weights, out_sizes, layer)
     if residual is not None and (len(weights) != 1 or residual.shape != (first.shape[0], out_sizes[0])):
         raise ValueError(f"a residual {list(residual.shape)} goes with one weight of its own size")
     name = resolve("packed_matmul", platform, implementation, chip=chip)
@@ -83,9 +83,13 @@ def packed_matmul(
     return found
 
 
-def _validate(
-    x: jax.Array, weights: Sequence[PackedWeight], out_sizes: Sequence[int], layer: int | jax.Array | None
+def validate(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weights: Sequence[PackedWeight],
+    out_sizes: Sequence[int],
+    layer: int | jax.Array | None,
 ) -> None:
+    """Raises ValueError unless weights of these outputs can be multiplied with x [num_tokens, in]."""
     if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"x must be float32 or bfloat16 [num_tokens, in], got {x.dtype} {list(x.shape)}")
     if not weights or len(weights) != len(out_sizes):

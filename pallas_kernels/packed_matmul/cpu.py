@@ -1,8 +1,9 @@
-"""The native kernel: all weights that share their activations, in one call."""
+"""The native kernels: all weights that share their activations in one call, and a whole MLP."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,10 @@ from pallas_kernels.native import target
 from pallas_kernels.packed_matmul.activations import Activations, Gated, Normed
 from pallas_kernels.packed_matmul.weight import PackedWeight
 
-_NOTHING, _NORM, _GATES = 0, 1, {"silu": 2, "gelu_tanh": 3}  # `Before` in packed_matmul.h
+if TYPE_CHECKING:
+    from pallas_kernels.packed_matmul.mlp import MLPWeights
+
+_NOTHING, _NORM, _GATES = 0, 1, {"silu": 2, "gelu_tanh": 3}  # `Before` in packed_activations.h
 
 
 def cpu_packed_matmul(
@@ -27,27 +31,66 @@ def cpu_packed_matmul(
     isa: str,
 ) -> list[jax.Array]:
     """See `packed_matmul`; all float32."""
-    before, eps, others = _NOTHING, 0.0, []
-    if isinstance(x, Normed):
-        before, eps, others, x = _NORM, x.eps, [x.weight], x.x
-    elif isinstance(x, Gated):
-        before, others, x = _GATES[x.activation], [x.up], x.gate
+    before, eps, others, x = _before(x)
     results = [jax.ShapeDtypeStruct((x.shape[0], size), jnp.float32) for size in out_sizes]
-    call = jax.ffi.ffi_call(target("jaxserve_packed_matmul", isa), results)
-    arrays = [array for weight in weights for array in weight if array is not None]
-    if residual is not None:
-        others.append(residual)
     return list(
-        call(
+        jax.ffi.ffi_call(target("jaxserve_packed_matmul", isa), results)(
             x,
             layer,
             num_live,
-            *(array.astype(jnp.float32) for array in others),
-            *arrays,
-            has_mins=np.array([weight.mins is not None for weight in weights], np.int64),
-            before=np.int64(before),
-            eps=np.float32(eps),
+            *_operands(others, residual, weights),
+            has_mins=_has_mins(weights),
+            before=before,
+            eps=eps,
             has_residual=residual is not None,
             is_fine=is_fine,
         )
     )
+
+
+def cpu_packed_mlp(
+    x: jax.Array | Normed,
+    weights: MLPWeights,
+    out_size: int,
+    activation: Literal["silu", "gelu_tanh"],
+    *,
+    layer: jax.Array,
+    num_live: jax.Array,
+    residual: jax.Array | None,
+    isa: str,
+) -> jax.Array:
+    """See `packed_mlp`; all float32."""
+    before, eps, others, x = _before(x)
+    result = jax.ShapeDtypeStruct((x.shape[0], out_size), jnp.float32)
+    return jax.ffi.ffi_call(target("jaxserve_packed_mlp", isa), result)(
+        x,
+        layer,
+        num_live,
+        *_operands(others, residual, weights),
+        has_mins=_has_mins(weights),
+        before=before,
+        eps=eps,
+        has_residual=residual is not None,
+        activation=np.int64(_GATES[activation]),
+    )
+
+
+def _before(x: Activations) -> tuple[np.int64, np.float32, list[jax.Array], jax.Array]:
+    """What the kernel does first, its epsilon and other operand, and what it is done to."""
+    if isinstance(x, Normed):
+        return np.int64(_NORM), np.float32(x.eps), [x.weight], x.x
+    if isinstance(x, Gated):
+        return np.int64(_GATES[x.activation]), np.float32(0.0), [x.up], x.gate
+    return np.int64(_NOTHING), np.float32(0.0), [], x
+
+
+def _operands(
+    others: Sequence[jax.Array], residual: jax.Array | None, weights: Sequence[PackedWeight]
+) -> list[jax.Array]:
+    floats = [*others, *([] if residual is None else [residual])]
+    arrays = [jnp.asarray(array) for weight in weights for array in weight if array is not None]
+    return [*(array.astype(jnp.float32) for array in floats), *arrays]
+
+
+def _has_mins(weights: Sequence[PackedWeight]) -> np.ndarray:
+    return np.array([weight.mins is not None for weight in weights], np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from pallas_kernels.packed_matmul import (
     Gated,
+    MLPWeights,
     Normed,
     PackedWeight,
     dequantize,
@@ -18,6 +20,7 @@ from pallas_kernels.packed_matmul import (
     pack,
     pack4,
     packed_matmul,
+    packed_mlp,
     quantize_int8,
 )
 
@@ -174,13 +177,15 @@ def test_integers_at_the_ends_of_their_range_do_not_saturate(isa: str) -> None:
             np.testing.assert_allclose(found, sign * 64 * ((1 << bits) - 1), rtol=1e-6)
 
 
-def test_a_token_gets_the_same_bits_alone_and_in_any_batch(isa: str) -> None:
+@pytest.mark.parametrize("is_fine", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_token_gets_the_same_bits_alone_and_in_any_batch(isa: str, bits: int, is_fine: bool) -> None:
     rng = np.random.default_rng(3)
-    weight, _ = _weight(rng, (48, 320, 10), 4, True)
+    weight, _ = _weight(rng, (48, 320, 10), bits, True)
     x = jnp.asarray(rng.normal(size=(40, 320)).astype(np.float32))
-    [together] = packed_matmul(x, [weight], [48], chip=isa)
-    for start, size in ((0, 1), (3, 1), (39, 1), (5, 15), (20, 9)):
-        [alone] = packed_matmul(x[start : start + size], [weight], [48], chip=isa)
+    [together] = packed_matmul(x, [weight], [48], is_fine=is_fine, chip=isa)
+    for start, size in ((0, 1), (3, 1), (39, 1), (6, 2), (30, 3), (9, 4), (5, 15), (20, 9), (12, 8)):
+        [alone] = packed_matmul(x[start : start + size], [weight], [48], is_fine=is_fine, chip=isa)
         np.testing.assert_array_equal(alone, together[start : start + size])
 
 
@@ -219,6 +224,81 @@ def test_rows_past_the_live_ones_may_hold_anything(isa: str, implementation: str
     _assert_close(found[:9], x[:9], whole)
     [none] = packed_matmul(jnp.asarray(padded), [weight], [20], num_live=0, chip=isa)
     assert none.shape == (24, 20)
+
+
+def _mlp(
+    rng: np.random.Generator, bits: tuple[int, int, int], has_mins: bool
+) -> tuple[MLPWeights, list[np.ndarray]]:
+    """96 hidden and 50 outputs of 64 features."""
+    shapes = [(96, 64, 2), (96, 64, 1), (50, 96, 3)]
+    made = [_weight(rng, shape, b, has_mins) for shape, b in zip(shapes, bits, strict=True)]
+    return MLPWeights(*(weight for weight, _ in made)), [whole for _, whole in made]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 45])
+@pytest.mark.parametrize(
+    ("bits", "has_mins"), [((4, 4, 4), True), ((4, 4, 8), False), ((8, 4, 4), True), ((8, 8, 8), True)]
+)
+def test_an_mlp_is_its_two_products(
+    isa: str, bits: tuple[int, int, int], has_mins: bool, num_tokens: int
+) -> None:
+    rng = np.random.default_rng(11)
+    weights, (gate, up, down) = _mlp(rng, bits, has_mins)
+    x = rng.normal(size=(num_tokens + 3, 64)).astype(np.float32)
+    x[num_tokens:] = np.nan  # rows that do not count
+    norm = (0.02 * rng.normal(size=64)).astype(np.float32)
+    residual = rng.normal(size=(num_tokens + 3, 50)).astype(np.float32)
+    normed = Normed(jnp.asarray(x), jnp.asarray(norm), 1e-5)
+    [found, plain] = [
+        np.asarray(
+            packed_mlp(
+                normed,
+                weights,
+                50,
+                "silu",
+                num_live=num_tokens,
+                residual=jnp.asarray(residual),
+                chip=isa,
+                implementation=implementation,
+            )
+        )[:num_tokens]
+        for implementation in ("cpu", "reference")
+    ]
+    rounded = _rounded(np.asarray(normed.array())[:num_tokens])
+    hidden = _gated(rounded @ gate.T, rounded @ up.T, "silu")
+    expected = _rounded(hidden.astype(np.float32)) @ down.T + residual[:num_tokens]
+    # A value next to a half may be rounded to either side: one step of its group.
+    largest = np.abs(hidden).reshape(num_tokens, -1, 32).max(axis=2)
+    slack = largest @ np.abs(down).reshape(50, -1, 32).max(axis=2).T / 127
+    for y in (found, plain):
+        assert np.all(np.abs(y - expected) <= 3 * slack + 1e-4)
+        assert np.mean(np.abs(y - expected) <= 2e-4 * np.abs(expected).max()) > 0.5
+
+    multiply = functools.partial(packed_matmul, num_live=num_tokens, chip=isa)
+    parts = multiply(normed, weights[:2], [96, 96])
+    [apart] = multiply(Gated(*parts, "silu"), [weights.down], [50], residual=jnp.asarray(residual))
+    np.testing.assert_array_equal(found, apart[:num_tokens])
+
+
+def test_a_token_gets_the_same_mlp_alone_and_in_any_batch(isa: str) -> None:
+    rng = np.random.default_rng(12)
+    weights, _ = _mlp(rng, (4, 4, 4), True)
+    x = jnp.asarray(rng.normal(size=(29, 64)).astype(np.float32))
+    together = packed_mlp(x, weights, 50, "gelu_tanh", chip=isa)
+    for start, size in ((0, 1), (28, 1), (5, 15), (20, 8), (3, 2)):
+        alone = packed_mlp(x[start : start + size], weights, 50, "gelu_tanh", chip=isa)
+        np.testing.assert_array_equal(alone, together[start : start + size])
+
+
+def test_an_mlp_of_other_sizes_is_refused() -> None:
+    weights, _ = _mlp(np.random.default_rng(13), (4, 4, 4), True)
+    x = jnp.zeros((3, 64))
+    with pytest.raises(ValueError, match="features"):
+        packed_mlp(x[:, :32], weights, 50, "silu")
+    with pytest.raises(ValueError, match="outputs"):
+        packed_mlp(x, MLPWeights(weights.down, weights.up, weights.down), 50, "silu")
+    with pytest.raises(ValueError, match="residual"):
+        packed_mlp(x, weights, 50, "silu", residual=jnp.zeros((3, 49)))
 
 
 def test_bfloat16_activations_give_bfloat16(isa: str) -> None:
