@@ -36,9 +36,12 @@ class _Waker:
         self._ready: deque[RequestStream] = deque()
         self._is_called = False  # and has not looked yet
 
-    def wake(self, stream: RequestStream) -> None:
+    def add(self, stream: RequestStream) -> None:
+        """Its readers are among those of the next wake-up."""
         self._ready.append(stream)
-        if self._is_called:
+
+    def wake(self) -> None:
+        if self._is_called or not self._ready:
             return
         loop = self._loop()
         if loop is not None:
@@ -80,11 +83,15 @@ class RequestStream:
 
     def put(self, output: RequestOutput) -> None:
         self._newest.append(output)
-        self._waker.wake(self)
+        self._waker.add(self)
+
+    def wake(self) -> None:
+        self._waker.wake()
 
     def fail(self, error: BaseException) -> None:
         self._error = error
-        self._waker.wake(self)
+        self._waker.add(self)
+        self._waker.wake()
 
     # Called on the event loop.
 

@@ -43,6 +43,9 @@ class _FinalSink:
     def put(self, output: RequestOutput) -> None:
         self._results.put((self._index, output))
 
+    def wake(self) -> None:
+        """The queue has."""
+
     def fail(self, error: BaseException) -> None:
         self._results.put((self._index, error))
 
