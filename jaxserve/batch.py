@@ -84,13 +84,17 @@ class BatchPacker:
 
     def empty(self, bucket: Bucket) -> np.ndarray:
         """Rows without tokens, in the dummy slot."""
-        return np.tile(self._plain, (bucket.num_rows, 1))
+        packed = np.empty((bucket.num_rows, len(self._plain)), np.int32)
+        packed[:] = self._plain
+        return packed
 
     def pack(
         self, scheduled: Sequence[ScheduledRequest], bucket: Bucket, biased_slots: Container[int]
     ) -> np.ndarray:
         """The step's array; rows past the scheduled ones, in this order, are empty."""
-        slots, lens = [], []
+        slots: list[int] = []
+        lens: list[int] = []
+        num_sampling = 0
         for item in scheduled:
             request = item.request
             slot, pages = request.slot, request.page_ids
@@ -103,11 +107,11 @@ class BatchPacker:
                 self._num_pages[slot] = len(pages)
             slots.append(slot)
             count = item.num_scheduled_tokens
-            lens.append((slot, item.num_computed_tokens + count, count, item.samples, slot in biased_slots))
+            lens += (slot, item.num_computed_tokens + count, count, item.samples, slot in biased_slots)
+            num_sampling += item.samples
         packed = self.empty(bucket)
-        packed[: len(slots)] = self._of_slot[slots]
-        packed[: len(slots), :_STEP_COLUMNS] = lens
-        num_sampling = sum(item.samples for item in scheduled)
+        packed[: len(slots)] = self._of_slot.take(slots, axis=0)
+        packed[: len(slots), :_STEP_COLUMNS] = np.array(lens, np.int32).reshape(-1, _STEP_COLUMNS)
         # A row that does not sample asks for nothing.
         packed[num_sampling:, _STEP_COLUMNS - 1 : COLUMNS] = self._plain[_STEP_COLUMNS - 1 : COLUMNS]
         return packed

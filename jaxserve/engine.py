@@ -325,25 +325,25 @@ class LLMEngine:
         logprobs = handle.logprobs()
         self._take_prompt_logprobs(handle)
         self._take_pooled(handle)
-        touched: dict[str, bool] = {}
-        # Of an unfinished request only what this step sampled: a request aborted meanwhile is not there.
-        sampled = {item.request.request_id for item in handle.output.scheduled if item.samples}
+        touched: dict[str, bool] = {}  # request id -> whether a choice of it has ended now
         for request in self.scheduler.update(handle.output, tokens):
             key = request.request_id
             owner = self._owner.get(key)
             if owner is None:
                 continue
-            if key in sampled:
+            # Of an unfinished request only what this step sampled: a request aborted meanwhile is not there.
+            if key in tokens:
                 self.generation_tokens += 1
                 hit = self.processor.process(request, tokens[key], logprobs.get(key))
                 if hit is not None and not request.is_finished:
                     self.scheduler.finish(key, "stop", hit.stop_string)
-            if request.is_finished:
+            has_ended = request.is_finished
+            if has_ended:
                 self.processor.finish(request)
-            touched[owner] = True
+            touched[owner] = has_ended or touched.get(owner, False)
         outputs = []
-        for request_id in touched:
-            is_finished = all(request.is_finished for request in self._choices[request_id])
+        for request_id, has_ended in touched.items():
+            is_finished = has_ended and all(request.is_finished for request in self._choices[request_id])
             if is_finished or wants_output(request_id):
                 outputs.append(self.processor.snapshot(request_id))
             if is_finished:

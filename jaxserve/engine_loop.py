@@ -10,7 +10,7 @@ import atexit
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -29,7 +29,27 @@ class Sink(Protocol):
 
     def put(self, output: RequestOutput) -> None: ...
 
+    def wake(self) -> None:
+        """Tell the reader of what was put."""
+
     def fail(self, error: BaseException) -> None: ...
+
+
+def deliver(outputs: Iterable[RequestOutput], sinks: dict[str, Sink]) -> None:
+    """Put outputs into the sinks of their requests, by id; those of finished ones are taken out.
+
+    Readers are woken at the end: one that is awake on another thread would take turns with this one for the
+    interpreter's lock, an output at a time.
+    """
+    filled = []
+    for output in outputs:
+        take = sinks.pop if output.finished else sinks.get
+        sink = take(output.request_id, None)
+        if sink is not None:
+            sink.put(output)
+            filled.append(sink)
+    for sink in filled:
+        sink.wake()
 
 
 class EngineLoop:
@@ -114,6 +134,7 @@ class EngineLoop:
             output = self.engine.abort(request_id)
             if output is not None:
                 sink.put(output)
+                sink.wake()
 
         self._inbox.put(do)
 
@@ -164,8 +185,7 @@ class EngineLoop:
                 self._take_inbox()
                 if self._stopping:
                     break
-                for output in self.engine.step(self._wants_output):
-                    self._deliver(output)
+                deliver(self.engine.step(self._wants_output), self._sinks)
         except BaseException as error:
             log.exception("the engine has failed")
             with self._lock:
@@ -198,14 +218,6 @@ class EngineLoop:
                 return
             if self._inbox.empty():
                 return
-
-    def _deliver(self, output: RequestOutput) -> None:
-        sink = self._sinks.get(output.request_id)
-        if sink is None:
-            return
-        if output.finished:
-            del self._sinks[output.request_id]
-        sink.put(output)
 
     def _end(self) -> None:
         with self._lock:

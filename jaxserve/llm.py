@@ -43,6 +43,9 @@ class _FinalSink:
     def put(self, output: RequestOutput) -> None:
         self._results.put((self._index, output))
 
+    def wake(self) -> None:
+        """The queue has."""
+
     def fail(self, error: BaseException) -> None:
         self._results.put((self._index, error))
 
@@ -330,7 +333,7 @@ class _bar:  # noqa: N801 (reads as a function at its one use)
             kind = "output"
             if output.embedding is not None:
                 kind, self._tokens = "input", self._tokens + len(output.prompt_token_ids)
-            self._tokens += sum(len(choice.token_ids) for choice in output.outputs)
+            self._tokens += sum(choice.num_tokens for choice in output.outputs)
             elapsed = self._bar.tasks[0].elapsed or 0.0
             rate = f"{self._tokens / elapsed:.0f} {kind} tok/s" if elapsed else ""
             self._bar.update(task, advance=1, rate=rate)

@@ -212,9 +212,11 @@ class ModelRunner:
         for item in output.scheduled:
             if item.upload:
                 self._put_tokens(item.request)
-            self._put_bias(item.request, item.upload)
-        decode_only = all(item.num_scheduled_tokens == 1 for item in output.scheduled)
-        bucket, program = self.programs.choose(output.num_tokens, len(output.scheduled), decode_only)
+            if item.upload or item.request.may_need_bias:
+                self._put_bias(item.request, item.upload)
+        num_rows = len(output.scheduled)
+        decode_only = output.num_tokens == num_rows
+        bucket, program = self.programs.choose(output.num_tokens, num_rows, decode_only)
         # The step computes logits for its first rows, as many as sample.
         output.scheduled.sort(key=lambda item: not item.samples)
         hidden, sampled = self._run(program, self.packer.pack(output.scheduled, bucket, self._biased))
@@ -252,7 +254,9 @@ class ModelRunner:
         self, output: SchedulerOutput, bucket: Bucket, hidden: jax.Array
     ) -> list[tuple[Request, int, int, tuple[jax.Array, ...]]]:
         """Score the prompt tokens that follow each position of this step, for requests that asked."""
-        scores = []
+        scores: list[tuple[Request, int, int, tuple[jax.Array, ...]]] = []
+        if all(item.request.params.prompt_logprobs is None for item in output.scheduled):
+            return scores
         offset = 0
         for item in output.scheduled:
             request, start, count = item.request, item.num_computed_tokens, item.num_scheduled_tokens
@@ -274,6 +278,8 @@ class ModelRunner:
     ) -> tuple[list[tuple[Request, int, int]], jax.Array | None]:
         """Sum the hidden states of this step that go into embeddings."""
         pooled: list[tuple[Request, int, int]] = []
+        if all(item.request.pool_from is None for item in output.scheduled):
+            return pooled, None
         spans = np.zeros((self.num_slots, 2), np.int32)
         offset = 0
         for item in output.scheduled:

@@ -109,14 +109,14 @@ class _Choice:
     def output(self) -> CompletionOutput:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
-        return CompletionOutput(
-            index=self.index,
-            text=self._pieces[0] if self._pieces else "",
-            token_ids=self.token_ids.copy(),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs.copy(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+        return CompletionOutput.of_growing(
+            self.index,
+            self._pieces[0] if self._pieces else "",
+            self.token_ids,
+            None if self.logprobs is None else self.cumulative_logprob,
+            None if self.logprobs is None else self.logprobs.copy(),
+            self.finish_reason,
+            self.stop_reason,
         )
 
 
@@ -231,17 +231,18 @@ class OutputProcessor:
     def snapshot(self, request_id: str) -> RequestOutput:
         """The state of a request now, cumulative; later tokens do not change it."""
         group = self._groups[request_id]
-        requests = [choice.request for choice in group.choices]
+        choices = group.choices
+        first = choices[0].request
         return RequestOutput(
-            request_id=request_id,
-            prompt=group.prompt,
-            prompt_token_ids=requests[0].prompt_token_ids,
-            outputs=[choice.output() for choice in group.choices],
-            finished=all(choice.finish_reason is not None for choice in group.choices),
-            metrics=_merge_metrics([request.metrics for request in requests]),
-            prompt_logprobs=group.prompt_logprobs,
-            num_cached_tokens=requests[0].num_cached_tokens,
-            embedding=group.embedding,
+            request_id,
+            group.prompt,
+            first.prompt_token_ids,
+            [choice.output() for choice in choices],
+            None not in [choice.finish_reason for choice in choices],
+            _merge_metrics([choice.request.metrics for choice in choices]),
+            group.prompt_logprobs,
+            first.num_cached_tokens,
+            group.embedding,
         )
 
     def _choice(self, request: Request) -> _Choice | None:

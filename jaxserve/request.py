@@ -72,12 +72,17 @@ class Request:
     needs_host_tokens: bool = field(
         init=False
     )  # a next token may be scheduled only when the host knows the last
+    may_need_bias: bool = field(init=False)  # a row of the bias table, at some time
 
     def __post_init__(self) -> None:
         self.metrics = RequestMetrics(self.arrival_time)
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
         # Whether a word of several tokens is about to be completed is decided on the host.
         self.needs_host_tokens = any(len(word) > 1 for word in self.bad_words_token_ids)
+        params = self.params
+        self.may_need_bias = bool(
+            params.logit_bias or params.allowed_token_ids or params.min_tokens or self.bad_words_token_ids
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

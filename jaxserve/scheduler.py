@@ -185,13 +185,12 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them their pages."""
         output = SchedulerOutput()
-        wanted = [(request, self._num_to_compute(request)) for request in self._running]
+        wanted = [(request, n) for request in self._running if (n := self._num_to_compute(request))]
         wanted.sort(key=lambda item: item[1] > 1)  # stable: decodes first, each kind in order
         budget = self.config.max_num_batched_tokens
         if self.pacer is not None:
-            num_decodes = sum(count == 1 for _, count in wanted)
-            num_prompts = sum(count > 1 for _, count in wanted)
-            num_prompts += min(len(self._waiting), len(self._free_slots))
+            num_decodes = [n for _, n in wanted].count(1)
+            num_prompts = len(wanted) - num_decodes + min(len(self._waiting), len(self._free_slots))
             budget = self.pacer.num_tokens(num_decodes, num_prompts, budget)
         plan = self._plan_running(wanted, budget, output.preempted)
         # Nothing is committed before all preemptions are decided: a request planned first may be the victim
@@ -223,7 +222,7 @@ class Scheduler:
         Returns the requests that took a token or ended, in the step's order: the token is the last of
         `output_token_ids`, and `is_finished` tells which ended. Those that ended earlier are left out.
         """
-        now = self._clock()
+        now, page_size = self._clock(), self.config.page_size
         advanced = []
         for part in output.scheduled:
             request = part.request
@@ -234,10 +233,12 @@ class Scheduler:
                 request.output_token_ids.append(token_id := sampled[request.request_id])
                 if not request.is_pin:
                     self.tallies.token(request, now)
-                if request.metrics.first_token_time is None:
-                    request.metrics.first_token_time = now
-                request.metrics.last_token_time = now
-                self._register_full_pages(request)
+                times = request.metrics
+                if times.first_token_time is None:
+                    times.first_token_time = now
+                times.last_token_time = now
+                if request.num_computed_tokens >= (request.num_registered_pages + 1) * page_size:
+                    self._register_full_pages(request)
                 self._finish_if_ended(request, token_id)
             elif part.num_computed_tokens + part.num_scheduled_tokens == request.max_total_tokens:
                 # max_tokens 0: only the prompt was asked for.
@@ -310,19 +311,24 @@ class Scheduler:
     ) -> dict[Request, int]:
         """How many tokens each running request computes; their pages are allocated, victims preempted."""
         plan: dict[Request, int] = {}
+        size = self.config.page_size
         for request, count in wanted:
             count = min(count, budget)
             if not count:
                 continue
-            while request.status is RequestStatus.RUNNING and (room := self._room(request)) <= 0:
-                victim = self._running[-1]
-                budget += plan.pop(victim, 0)
-                self._preempt(victim)
-                preempted.append(victim)
-            if request.status is RequestStatus.RUNNING:
-                plan[request] = count = min(count, room)  # a piece of a prompt shrinks to the pages there are
+            room = len(request.page_ids) * size - request.num_computed_tokens
+            if room < count:  # now and then, and for a victim of this very step, whose turn it no longer is
+                while request.status is RequestStatus.RUNNING and (room := self._room(request)) <= 0:
+                    victim = self._running[-1]
+                    budget += plan.pop(victim, 0)
+                    self._preempt(victim)
+                    preempted.append(victim)
+                if request.status is not RequestStatus.RUNNING:
+                    continue
+                count = min(count, room)  # a piece of a prompt shrinks to the pages there are
                 self._grow(request, request.num_computed_tokens + count)
-                budget -= count
+            plan[request] = count
+            budget -= count
         return plan
 
     def _num_to_compute(self, request: Request) -> int:

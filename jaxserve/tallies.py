@@ -93,9 +93,9 @@ class EngineTallies:
         for request, choice in zip(requests, output.outputs, strict=True):
             if choice.finish_reason is not None:
                 self.ended[choice.finish_reason] += 1
-            self._choice_ended(request, request.metrics, len(choice.token_ids))
+            self._choice_ended(request, request.metrics, choice.num_tokens)
         self.choices.add(len(requests))
-        self.longest_output.add(max(len(choice.token_ids) for choice in output.outputs))
+        self.longest_output.add(max(choice.num_tokens for choice in output.outputs))
 
     def _choice_ended(self, request: Request, times: RequestMetrics, num_tokens: int) -> None:
         self.prompt_length.add(request.num_prompt_tokens)

@@ -54,7 +54,7 @@ def sender(engine: AsyncLLMEngine) -> Send:
                     record.arrivals.append(time.perf_counter() - start)
                 record.prompt_tokens = len(output.prompt_token_ids)
                 record.cached_tokens = output.num_cached_tokens or 0
-                record.output_tokens = len(choice.token_ids)
+                record.output_tokens = choice.num_tokens
         except JaxserveError as error:
             record.error = f"{type(error).__name__}: {error}"
         record.latency = time.perf_counter() - start

@@ -132,7 +132,7 @@ async def _generate(engine: AsyncLLMEngine, prompts: Sequence[str], params: Samp
             choice = output.outputs[0]
             show(choice.text[shown:])
             shown = len(choice.text)
-        num_tokens += len(choice.token_ids)
+        num_tokens += choice.num_tokens
         show("\n")
     seconds = time.monotonic() - start
     note(f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s")

@@ -176,4 +176,4 @@ class CompletionAnswer(Answer):
 
 
 def _logprob_per_token(choice: CompletionOutput) -> float:
-    return (choice.cumulative_logprob or 0.0) / max(len(choice.token_ids), 1)
+    return (choice.cumulative_logprob or 0.0) / max(choice.num_tokens, 1)

@@ -163,7 +163,7 @@ class ChoiceCursor:
             if by_string and self._num_tokens:
                 cut_chars = max(0, self._offsets.ends[self._num_tokens - 1] - self._num_chars)
         by_token = output.finish_reason == "stop" and not by_string
-        silent = len(output.token_ids) - 1 if by_token and not self._shows_end else None
+        silent = output.num_tokens - 1 if by_token and not self._shows_end else None
         return Delta(
             text,
             first,
@@ -206,7 +206,7 @@ class Usage:
         self._cached[index] = output.num_cached_tokens
         tokens, choices = self.completion_tokens, len(self._completion)
         for choice in output.outputs:
-            key, count = (index, choice.index), len(choice.token_ids)
+            key, count = (index, choice.index), choice.num_tokens
             self.completion_tokens += count - self._completion.get(key, 0)
             self._completion[key] = count
         return self.completion_tokens - tokens, len(self._completion) - choices

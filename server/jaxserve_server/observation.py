@@ -109,7 +109,7 @@ class Observation:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(c.token_ids) for output in self.outputs.values() for c in output.outputs)
+        return sum(c.num_tokens for output in self.outputs.values() for c in output.outputs)
 
     @property
     def finish_reasons(self) -> list[str]:

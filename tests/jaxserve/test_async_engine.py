@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 import sys
@@ -16,7 +17,7 @@ from jaxserve import AsyncLLMEngine, SamplingParams
 from jaxserve.async_engine import RequestStream
 from jaxserve.engine import NewRequest
 from jaxserve.engine_args import EngineArgs
-from jaxserve.engine_loop import EngineLoop
+from jaxserve.engine_loop import EngineLoop, Sink, deliver
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.loading import Live, load_engine
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -208,7 +209,7 @@ async def test_no_output_is_lost_or_read_twice_between_the_two_threads() -> None
     try:
         for _ in range(3):
             stream = RequestStream(cast(EngineLoop, None), "x", final_only=False)
-            thread = threading.Thread(target=lambda to=stream: [to.put(one) for one in outputs])
+            thread = threading.Thread(target=lambda to=stream: [deliver([one], {"x": to}) for one in outputs])
             thread.start()
             seen = [len(one.outputs[0].token_ids) async for one in stream]
             thread.join()
@@ -216,6 +217,55 @@ async def test_no_output_is_lost_or_read_twice_between_the_two_threads() -> None
             assert seen[-1] == 3000
     finally:
         sys.setswitchinterval(interval)
+
+
+def unfinished() -> RequestOutput:
+    return RequestOutput("x", None, [1], [CompletionOutput(0)], False, RequestMetrics(0.0))
+
+
+async def test_all_outputs_of_a_step_take_one_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {name: RequestStream(cast(EngineLoop, None), name, final_only=False) for name in "abc"}
+    readers = [asyncio.create_task(anext(stream)) for stream in streams.values()]
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    calls, call = [], loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda fn, *args: (calls.append(fn), call(fn, *args)))
+    outputs = [dataclasses.replace(unfinished(), request_id=name) for name in "abc"]
+    deliver(outputs, cast(dict[str, Sink], streams))
+    assert await asyncio.gather(*readers) == outputs
+    assert len(calls) == 1
+
+
+async def test_a_finished_output_is_the_last_that_its_sink_gets() -> None:
+    stream = RequestStream(cast(EngineLoop, None), "x", final_only=False)
+    sinks: dict[str, Sink] = {"x": stream}
+    deliver([dataclasses.replace(unfinished(), finished=True), unfinished()], sinks)
+    assert [output.finished async for output in stream] == [True]
+    assert sinks == {}
+
+
+async def test_a_reader_that_gives_up_takes_nothing_from_the_next() -> None:
+    stream = RequestStream(cast(EngineLoop, None), "x", final_only=False)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.001)
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    output = unfinished()
+    deliver([output], {"x": stream})
+    assert await asyncio.wait_for(reader, 5) is output
+
+
+async def test_two_readers_of_a_stream_share_its_outputs() -> None:
+    stream = RequestStream(cast(EngineLoop, None), "x", final_only=False)
+    readers = [asyncio.create_task(anext(stream)) for _ in range(2)]
+    await asyncio.sleep(0)
+    outputs = [unfinished(), unfinished()]
+    for number, output in enumerate(outputs, 1):
+        deliver([output], {"x": stream})
+        await asyncio.sleep(0.01)
+        assert sum(reader.done() for reader in readers) == number
+    assert {id(await reader) for reader in readers} == set(map(id, outputs))
 
 
 async def test_long_prompts_are_checked_on_the_callers_threads(engine: AsyncLLMEngine) -> None:

@@ -69,6 +69,7 @@ def test_outputs_for_a_closed_event_loop_do_not_end_the_engine(llm: LLM) -> None
     stream = asyncio.run(make())
     (output,) = llm.generate([1, 2, 3], SHORT)
     stream.put(output)
+    stream.wake()
     stream.fail(EngineDeadError("late"))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from jaxserve.logit_bias import bias_row, needs_bias
 from jaxserve.request import Request
@@ -34,6 +37,23 @@ def forbidden(made: Request) -> set[int]:
 
 def test_a_plain_request_needs_no_row() -> None:
     assert needs_bias(request([4])) is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"min_tokens": 2},
+        {"logit_bias": {4: 1.0}},
+        {"allowed_token_ids": [4]},
+        {"bad_words": ((4, 5),)},
+        {"bad_words": ((5,),)},
+    ],
+)
+def test_who_ever_needs_a_row_is_known_from_the_start(asked: dict[str, Any]) -> None:
+    made = request([4], **asked)
+    assert needs_bias(made) is not None
+    assert made.may_need_bias
+    assert not request([4], stop_token_ids=[5]).may_need_bias
 
 
 def test_min_tokens_forbids_end_and_stop_ids_for_exactly_that_many_tokens() -> None:
