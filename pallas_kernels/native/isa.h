@@ -22,6 +22,9 @@ inline int32_t load_int(const int8_t* p) {
 }
 constexpr int32_t kOnes = 0x01010101;
 
+// Asks for the line of memory, wherever that is.
+inline void prefetch_bytes(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
 #if defined(JAXSERVE_AVX512_VNNI)
 
 constexpr int kTokensPerTile = 8, kBlocksPerTile = 2;  // 16 sums, or 18, and a few to work with, of 32 registers

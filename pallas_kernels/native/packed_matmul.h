@@ -158,10 +158,17 @@ void tile(Blocks blocks, const float* factors, const Activations& x, int64_t pan
   for (int t = 0; t < T; ++t) {
     for (int b = 0; b < kBlocksPerTile; ++b) store(sums + t * kSumsWidth + b * kOutputs, zeros());
   }
+  constexpr int64_t kGroupBytes = kOutputs * kInputs * kBits / 8;
+  const int64_t next_blocks = kBlocksPerTile * num_groups * kGroupBytes;
   Floats scale[kBlocksPerTile], of_middle[kBlocksPerTile], min[kBlocksPerTile];
   for (int64_t g = 0; g < num_groups; ++g) {
-    const int64_t offset = g * kOutputs * kInputs * kBits / 8;
+    const int64_t offset = g * kGroupBytes;
     asm volatile("" : "+r"(sums));  // or compilers keep the sums twice: there, and in registers that they spill
+    if constexpr (kIsPrepared) {  // the next blocks: preparing them would wait for each line of memory
+      for (int b = 0; b < kBlocksPerTile; ++b) {
+        for (int i = 0; i < kGroupBytes; i += 64) prefetch_bytes(blocks.values[b] + next_blocks + offset + i);
+      }
+    }
     Floats found[kBlocksPerTile][N];
     sums_of_group<N, T, kBits>(blocks.values, offset, values, found);
     values += kTokensPerTile * kInputs;
