@@ -84,8 +84,9 @@ class Attention(nnx.Module):
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """x [num_tokens, hidden] -> the same with the residual added, and the pool."""
-        # What rounding does to q and k, a softmax makes much of: they are half of the divergence at 8 bits.
-        projected = linears(x, [self.q_proj, self.k_proj, self.v_proj], place.num_live, is_fine=True)
+        # Of the three, v is where rounding changes logits most.
+        fine = (False, False, True)
+        projected = linears(x, [self.q_proj, self.k_proj, self.v_proj], place.num_live, is_fine=fine)
         num_tokens = projected[0].shape[0]
         # [num_tokens, num_heads, head_dim], and num_kv_heads of k and v
         q, k, v = (y.reshape(num_tokens, -1, self.head_dim) for y in projected)

@@ -214,7 +214,7 @@ def packed_products(
     num_live: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
-    is_fine: bool = False,
+    is_fine: bool | Sequence[bool] = False,
 ) -> list[jax.Array]:
     """x [num_tokens, in] times each matrix -> [num_tokens, out] each, in one call of the kernel.
 
@@ -267,14 +267,19 @@ class Linear(nnx.Module):
 
 
 def linears(
-    x: Activations, layers: Sequence[Linear], num_live: jax.Array | None = None, *, is_fine: bool = False
+    x: Activations,
+    layers: Sequence[Linear],
+    num_live: jax.Array | None = None,
+    *,
+    is_fine: Sequence[bool] | None = None,
 ) -> list[jax.Array]:
     """Some linears of one input x [num_tokens, in]; if all are packed they share a call."""
+    fine = is_fine or [False] * len(layers)
     matrices = [layer.weight for layer in layers if isinstance(layer.weight, PackedMatrix)]
     if len(matrices) < len(layers):
         x = written_out(x)
-        return [layer(x, num_live, is_fine=is_fine) for layer in layers]
-    found = packed_products(x, matrices, num_live, is_fine=is_fine)
+        return [layer(x, num_live, is_fine=own) for layer, own in zip(layers, fine, strict=True)]
+    found = packed_products(x, matrices, num_live, is_fine=fine)
     return [
         y if layer.bias is None else y + layer.bias[...][None, :]
         for y, layer in zip(found, layers, strict=True)

@@ -10,6 +10,7 @@
 namespace jaxserve {
 
 constexpr int kInputs = 32;          // of a group
+constexpr int kRanges = 4;           // numbers kept of a group
 constexpr float kFinePart = 254.0f;  // of a step of the integers, that a fine one is
 
 // x[t, 32 g + i] = scale * (values + fine / 254) + middle of the group. Tokens lie in panels: what a tile reads
@@ -17,7 +18,7 @@ constexpr float kFinePart = 254.0f;  // of a step of the integers, that a fine o
 struct Activations {
   int8_t* values;  // [num_panels, num_groups, kTokensPerTile, 32]
   int8_t* fine;    // the same: what rounding left; or null
-  float* ranges;   // [num_panels, num_groups, 3, kTokensPerTile]: scales, middles, and sums of x as it is rounded
+  float* ranges;   // [num_panels, num_groups, 4, kTokensPerTile]: scales, middles, sums of x as rounded, and fine ones
   int64_t num_groups;
 
   int64_t panel_group(int64_t token, int64_t group) const { return token / kTokensPerTile * num_groups + group; }
@@ -32,19 +33,21 @@ inline void quantize_group(const float* x, const Activations& to, int64_t token,
   const Floats inverse = splat(half > 0.0f ? 127.0f / half : 0.0f), center = splat(middle);
   const Floats a_steps = (a - center) * inverse, b_steps = (b - center) * inverse;
   int8_t* const values = to.values + (place * kTokensPerTile + t) * kInputs;
-  float sum = static_cast<float>(sum_lanes(round_to_bytes(values, a_steps) + round_to_bytes(values + 16, b_steps)));
+  const float sum = static_cast<float>(sum_lanes(round_to_bytes(values, a_steps) + round_to_bytes(values + 16, b_steps)));
+  const float scale = half / 127.0f;
+  float rest = 0.0f;
   if (to.fine != nullptr) {
     int8_t* const fine = to.fine + (place * kTokensPerTile + t) * kInputs;
     const Floats part = splat(kFinePart);
     const Dot first = round_to_bytes(fine, (a_steps - round_even(a_steps)) * part);
     const Dot second = round_to_bytes(fine + 16, (b_steps - round_even(b_steps)) * part);
-    sum += static_cast<float>(sum_lanes(first + second)) / kFinePart;
+    rest = static_cast<float>(sum_lanes(first + second)) / kFinePart;
   }
-  float* const range = to.ranges + place * 3 * kTokensPerTile + t;
-  const float scale = half / 127.0f;
+  float* const range = to.ranges + place * kRanges * kTokensPerTile + t;
   range[0] = scale;
   range[kTokensPerTile] = middle;
   range[2 * kTokensPerTile] = scale * sum + kInputs * middle;
+  range[3 * kTokensPerTile] = scale * (sum + rest) + kInputs * middle;
 }
 
 // What is done to the activations first.

@@ -29,7 +29,7 @@ struct Room {
     const int64_t places = num_panels * num_groups * kTokensPerTile;
     values.resize(places * kInputs);
     if (is_fine) fine.resize(places * kInputs);
-    ranges.resize(places * 3);
+    ranges.resize(places * kRanges);
     return {values.data(), is_fine ? fine.data() : nullptr, ranges.data(), num_groups};
   }
 };
@@ -143,7 +143,7 @@ class Operands {
   const float* floats() { return static_cast<const float*>(args_.get<ffi::AnyBuffer>(next_++)->untyped_data()); }
 
   // False where the arrays are not those of a weight.
-  bool matrix(bool has_mins, float* y, const float* residual, int64_t num_outputs, Matrix& m) {
+  bool matrix(bool has_mins, bool is_fine, float* y, const float* residual, int64_t num_outputs, Matrix& m) {
     const auto values = args_.get<ffi::AnyBuffer>(next_++), scales = args_.get<ffi::AnyBuffer>(next_++);
     if (!values || !scales) return false;
     const auto shape = values->dimensions();
@@ -152,6 +152,7 @@ class Operands {
     m.values = layer_of(*values, 3, layer_);
     m.scales = layer_of(*scales, 3, layer_);
     m.mins = has_mins ? layer_of(*args_.get<ffi::AnyBuffer>(next_++), 3, layer_) : nullptr;
+    m.is_fine = is_fine;
     m.is_half = scales->element_type() == ffi::F16;
     m.bits = static_cast<int>(shape[rank - 1] * 8 / (kOutputs * kInputs));
     m.num_blocks = shape[rank - 3];
@@ -174,7 +175,7 @@ class Operands {
 ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR0<ffi::S32> layer,
                          ffi::BufferR0<ffi::S32> num_live, ffi::RemainingArgs args, ffi::RemainingRets rets,
                          ffi::Span<const int64_t> has_mins, int64_t before, float eps, bool has_residual,
-                         bool is_fine) {
+                         ffi::Span<const int64_t> is_fine) {
   Team team(pool);
   const int64_t live = std::clamp<int64_t>(*num_live.typed_data(), 0, x.dimensions()[0]);
   Operands operands(args, *layer.typed_data());
@@ -183,17 +184,20 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::B
   const float* const residual = has_residual ? operands.floats() : nullptr;
   std::vector<Matrix> matrices(has_mins.size());
   int64_t num_tiles = 0;
+  bool any_fine = false;
   for (size_t i = 0; i < has_mins.size(); ++i) {
     auto y = rets.get<ffi::BufferR2<ffi::F32>>(i);
     if (!y) return ffi::Error::InvalidArgument("packed_matmul: results");
-    if (!operands.matrix(has_mins[i] != 0, (*y)->typed_data(), residual, (*y)->dimensions()[1], matrices[i])) {
+    any_fine |= is_fine[i] != 0;
+    if (!operands.matrix(has_mins[i] != 0, is_fine[i] != 0, (*y)->typed_data(), residual, (*y)->dimensions()[1],
+                         matrices[i])) {
       return ffi::Error::InvalidArgument("packed_matmul: weights, or the layer");
     }
     num_tiles += matrices[i].num_tiles();
   }
 
   static thread_local Room room;
-  const Activations activations = room.activations(live, inputs.size / kInputs, is_fine);
+  const Activations activations = room.activations(live, inputs.size / kInputs, any_fine);
   inputs.quantize_all(team, live, activations);
   by_pieces(team, num_tiles, [&](int64_t tile) {
     size_t which = 0;
@@ -216,9 +220,9 @@ ffi::Error packed_mlp(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::Buff
   if (inputs.before != Before::kNothing) inputs.other = operands.floats();
   const float* const residual = has_residual ? operands.floats() : nullptr;
   Matrix gate_matrix, up_matrix, down;
-  if (!operands.matrix(has_mins[0] != 0, nullptr, nullptr, 0, gate_matrix) ||
-      !operands.matrix(has_mins[1] != 0, nullptr, nullptr, 0, up_matrix) ||
-      !operands.matrix(has_mins[2] != 0, y->typed_data(), residual, y->dimensions()[1], down)) {
+  if (!operands.matrix(has_mins[0] != 0, false, nullptr, nullptr, 0, gate_matrix) ||
+      !operands.matrix(has_mins[1] != 0, false, nullptr, nullptr, 0, up_matrix) ||
+      !operands.matrix(has_mins[2] != 0, false, y->typed_data(), residual, y->dimensions()[1], down)) {
     return ffi::Error::InvalidArgument("packed_mlp: weights, or the layer");
   }
 
@@ -248,7 +252,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_packed_matmul, jaxserve::packed_matmul,
                                   .Attr<int64_t>("before")
                                   .Attr<float>("eps")
                                   .Attr<bool>("has_residual")
-                                  .Attr<bool>("is_fine"));
+                                  .Attr<ffi::Span<const int64_t>>("is_fine"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_packed_mlp, jaxserve::packed_mlp,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

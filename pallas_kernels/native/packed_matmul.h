@@ -23,7 +23,7 @@ struct Matrix {
   const uint8_t* values;  // [num_blocks, num_groups, 16 * 32 * bits / 8]
   const uint8_t* scales;  // [num_blocks, num_scales, 16] of float16, or of float
   const uint8_t* mins;    // the same, or null: the values are offset by half of their range instead
-  bool is_half;
+  bool is_half, is_fine;  // float16 scales; activations of 16 bits
   int bits;
   int64_t num_blocks, num_groups, groups_per_scale;
   float* y;               // [num_tokens, num_outputs]
@@ -86,7 +86,7 @@ inline Bytes step_of(const uint8_t* group, int j) {
 
 // found[b][t], t < T: sums over a group of weights times x [T, 32]; t = T, if there is one: of the weights alone.
 template <int N, int T, int kBits, Part kPart>
-inline void dots_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
+INLINE inline void dots_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
                           Floats (&found)[kBlocksPerTile][N]) {
   constexpr bool kFitBytes = kBits == 4 || kPart != Part::kAll;  // eight nibbles do, added up
   Dot sums[kBlocksPerTile][N];
@@ -116,7 +116,7 @@ inline void dots_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t off
 }
 
 template <int N, int T, int kBits>
-inline void sums_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
+INLINE inline void sums_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
                           Floats (&found)[kBlocksPerTile][N]) {
   if constexpr (kBits == 4 || kDotTakesBytes) {
     dots_of_group<N, T, kBits, Part::kAll>(w, offset, x, found);
@@ -154,7 +154,7 @@ void tile(Blocks blocks, const float* factors, const Activations& x, int64_t pan
   const int64_t num_groups = blocks.matrix.num_groups, place = panel * num_groups * kTokensPerTile;
   const int8_t* values = x.values + (place + first) * kInputs;
   const int8_t* fine = kIsFine ? x.fine + (place + first) * kInputs : nullptr;
-  const float* range = x.ranges + 3 * place + first;
+  const float* range = x.ranges + kRanges * place + first;
   for (int t = 0; t < T; ++t) {
     for (int b = 0; b < kBlocksPerTile; ++b) store(sums + t * kSumsWidth + b * kOutputs, zeros());
   }
@@ -164,10 +164,8 @@ void tile(Blocks blocks, const float* factors, const Activations& x, int64_t pan
   for (int64_t g = 0; g < num_groups; ++g) {
     const int64_t offset = g * kGroupBytes;
     asm volatile("" : "+r"(sums));  // or compilers keep the sums twice: there, and in registers that they spill
-    if constexpr (kIsPrepared) {  // the next blocks: preparing them would wait for each line of memory
-      for (int b = 0; b < kBlocksPerTile; ++b) {
-        for (int i = 0; i < kGroupBytes; i += 64) prefetch_bytes(blocks.values[b] + next_blocks + offset + i);
-      }
+    for (int b = 0; b < kBlocksPerTile; ++b) {  // of the next tile: memory is far, and its rows are short
+      for (int i = 0; i < kGroupBytes; i += 64) prefetch_bytes(blocks.values[b] + next_blocks + offset + i);
     }
     Floats found[kBlocksPerTile][N];
     sums_of_group<N, T, kBits>(blocks.values, offset, values, found);
@@ -192,14 +190,14 @@ void tile(Blocks blocks, const float* factors, const Activations& x, int64_t pan
     // A weight is scale * value + min and an activation x_scale * integer + middle.
     repeat<T>([&](auto t) INLINE {
       const Floats x_scale = splat(range[t]), middle = splat(range[kTokensPerTile + t]);
-      const Floats x_sum = splat(range[2 * kTokensPerTile + t]);
+      const Floats x_sum = splat(range[(kIsFine ? 3 : 2) * kTokensPerTile + t]);
       repeat<kBlocksPerTile>([&](auto b) INLINE {
         float* const y = sums + t * kSumsWidth + b * kOutputs;
         const Floats sum = fma(of_middle[b], middle, fma(found[b][t] * scale[b], x_scale, load(y)));
         store(y, fma(min[b], x_sum, sum));
       });
     });
-    range += 3 * kTokensPerTile;
+    range += kRanges * kTokensPerTile;
   }
 }
 
@@ -244,11 +242,11 @@ class Products {
 
  private:
   TileCode choose(int64_t left) const {
-    const bool is_prepared = factors_ != nullptr;
+    const bool is_prepared = factors_ != nullptr, is_fine = blocks_.matrix.is_fine;
     if (blocks_.matrix.bits == 4) {
-      return x_.fine ? tile_code<4, true>(left, is_prepared) : tile_code<4, false>(left, is_prepared);
+      return is_fine ? tile_code<4, true>(left, is_prepared) : tile_code<4, false>(left, is_prepared);
     }
-    return x_.fine ? tile_code<8, true>(left, is_prepared) : tile_code<8, false>(left, is_prepared);
+    return is_fine ? tile_code<8, true>(left, is_prepared) : tile_code<8, false>(left, is_prepared);
   }
 
   Blocks blocks_;

@@ -23,7 +23,7 @@ def packed_matmul(
     layer: int | jax.Array | None = None,
     num_live: int | jax.Array | None = None,
     residual: jax.Array | None = None,
-    is_fine: bool = False,
+    is_fine: bool | Sequence[bool] = False,
     platform: str = "cpu",
     chip: str | None = None,
     implementation: str = "auto",
@@ -41,7 +41,8 @@ def packed_matmul(
         num_live: int32 [], the leading rows that count; None: all. The others' results may be anything,
             NaN too: to write even zeros there takes longer than all else that padding costs.
         residual: [num_tokens, out_size], added to the product with the one weight there is then.
-        is_fine: activations of 16 bits, in two parts of 8, at nearly twice the arithmetic.
+        is_fine: activations of 16 bits, in two parts of 8, at nearly twice the arithmetic; for all weights,
+            or for each.
         platform: "cpu": the target, never asked of the running process.
         chip: the target's instruction set (`native.ISAS`), None when native code cannot be used.
         implementation: "auto", "cpu" or "reference".
@@ -57,6 +58,9 @@ def packed_matmul(
     validate(first, weights, out_sizes, layer)
     if residual is not None and (len(weights) != 1 or residual.shape != (first.shape[0], out_sizes[0])):
         raise ValueError(f"a residual {list(residual.shape)} goes with one weight of its own size")
+    fine = [is_fine] * len(weights) if isinstance(is_fine, bool) else list(is_fine)
+    if len(fine) != len(weights):
+        raise ValueError(f"{len(weights)} weights and {len(fine)} is_fine")
     name = resolve("packed_matmul", platform, implementation, chip=chip)
     live = jnp.asarray(first.shape[0] if num_live is None else num_live, jnp.int32)
     if name == "cpu":
@@ -68,16 +72,16 @@ def packed_matmul(
             layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
             num_live=live,
             residual=residual,
-            is_fine=is_fine,
+            is_fine=fine,
             isa=chip,
         )
         return [y.astype(first.dtype) for y in found]
     is_live = jnp.arange(first.shape[0])[:, None] < live
     whole = jnp.where(is_live, written_out(x), jnp.zeros((), first.dtype))
     found = []
-    for weight, size in zip(weights, out_sizes, strict=True):
+    for weight, size, own_fine in zip(weights, out_sizes, fine, strict=True):
         own = weight if layer is None else weight.of_layer(layer)
-        y = reference_packed_matmul(whole, own, size, is_fine=is_fine)
+        y = reference_packed_matmul(whole, own, size, is_fine=own_fine)
         y = y if residual is None else y + residual
         found.append(y.astype(first.dtype))
     return found

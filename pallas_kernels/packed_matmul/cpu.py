@@ -27,7 +27,7 @@ def cpu_packed_matmul(
     layer: jax.Array,
     num_live: jax.Array,
     residual: jax.Array | None,
-    is_fine: bool,
+    is_fine: Sequence[bool],
     isa: str,
 ) -> list[jax.Array]:
     """See `packed_matmul`; all float32."""
@@ -43,7 +43,7 @@ def cpu_packed_matmul(
             before=before,
             eps=eps,
             has_residual=residual is not None,
-            is_fine=is_fine,
+            is_fine=np.array(is_fine, np.int64),
         )
     )
 

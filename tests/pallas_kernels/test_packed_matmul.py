@@ -189,8 +189,10 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(isa: str, bits: int, 
         np.testing.assert_array_equal(alone, together[start : start + size])
 
 
-def test_weights_of_one_layer_of_many_share_a_call(isa: str) -> None:
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_weights_of_one_layer_of_many_share_a_call(isa: str, implementation: str) -> None:
     rng = np.random.default_rng(4)
+    fine = [False, True, False]
     num_layers, shapes = 3, [(48, 64, 2), (17, 64, 1), (32, 64, 2)]
     formats = [(4, True), (8, False), (8, True)]
     made = [[_weight(rng, s, *f) for _ in range(num_layers)] for s, f in zip(shapes, formats, strict=True)]
@@ -204,11 +206,20 @@ def test_weights_of_one_layer_of_many_share_a_call(isa: str) -> None:
 
     @jax.jit
     def run(layer: jax.Array) -> list[jax.Array]:
-        return packed_matmul(jnp.asarray(x), stacks, [s[0] for s in shapes], layer=layer, chip=isa)
+        sizes = [shape[0] for shape in shapes]
+        return packed_matmul(
+            jnp.asarray(x),
+            stacks,
+            sizes,
+            layer=layer,
+            is_fine=fine,
+            chip=isa,
+            implementation=implementation,
+        )
 
     for layer in range(num_layers):
-        for found, of_layers in zip(run(jnp.int32(layer)), made, strict=True):
-            _assert_close(found, x, of_layers[layer][1])
+        for found, of_layers, is_fine in zip(run(jnp.int32(layer)), made, fine, strict=True):
+            _assert_close(found, x, of_layers[layer][1], is_fine=is_fine)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference"])
