@@ -4,9 +4,9 @@ A step with prompt tokens should take at most `max_token_gap` times as long as i
 are measured: steps of decodes alone by their number of rows, and what each prompt token added to a step. The
 measurements come from outside, so that the same measurements give the same answers; no clock is read here.
 
-Where more than twice as many requests wait for their first token as decode, steps are longer: prompts get
-half of a decode's time for each that waits. Otherwise a load of long prompts and short outputs would keep
-the decodes few, and few decodes use a step badly.
+Where many requests wait for their first token, steps are longer: each prompt but two gets the time of half a
+decode, and where eight decode, that of two. Otherwise a load of prompts and short outputs would keep the
+decodes few, and few decodes use a step badly: running requests' tokens would come evenly, and everybody's late.
 
 The cost of a token is taken at the size of chunk that is in use. What a step with prompts costs beside its
 tokens is in it, and the size settles where the whole step takes the time it may.
@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from statistics import median_low
 
 LEAST_CHUNK = 16  # prompt tokens a step may carry however slow they are (or half, to fill a compiled size)
+_FEW_PROMPTS = 2  # that wait, whatever decodes: no reason to slow the decodes down
 _MEASURABLE = 8  # fewer prompt tokens in a step say little of what one costs
 _KEPT = 5  # measurements of a token's cost
 # Steps with prompts in a row, after which one goes without: where a similar number of decodes has been
@@ -84,7 +85,8 @@ class StepPacer:
         if cost is None:
             chunk = LEAST_CHUNK
         else:
-            share = max(self.max_token_gap - 1, num_prompts / num_decodes / 2)
+            each = min(max(num_decodes / 4, 0.5), 2.0)
+            share = max(self.max_token_gap - 1, each * (num_prompts - _FEW_PROMPTS) / num_decodes)
             chunk = max(LEAST_CHUNK, int(min(share * alone / max(cost, 1e-9), most)))
         total = num_decodes + chunk
         fitting = bisect_right(self._step_sizes, total)

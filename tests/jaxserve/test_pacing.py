@@ -124,10 +124,12 @@ def test_a_slower_machine_is_followed_both_ways():
     assert told(pacer, (8, 0, 0.020), *[(8, 60, 0.020 + 60 * 0.0003)] * 5).num_tokens(8, 1, MOST) == fast
 
 
-def test_prompts_get_more_where_more_than_twice_as_many_wait_as_decode():
+def test_prompts_get_more_where_many_wait():
     pacer = told(StepPacer(2.0), (8, 0, 0.020), (8, 100, 0.050))  # a decode's share is 66 prompt tokens
-    chunks = [pacer.num_tokens(8, waiting, MOST) - 8 for waiting in (1, 16, 24, 32, 8000)]
-    assert chunks == [66, 66, 99, 133, MOST - 8]
+    chunks = [pacer.num_tokens(8, waiting, MOST) - 8 for waiting in (1, 6, 10, 14, 8000)]
+    assert chunks == [66, 66, 133, 199, MOST - 8]
+    few = told(StepPacer(2.0), (2, 0, 0.020), (2, 100, 0.050))
+    assert [few.num_tokens(2, waiting, MOST) - 2 for waiting in (1, 6, 10)] == [66, 66, 133]
 
 
 # In the scheduler.
