@@ -4,9 +4,9 @@ A step with prompt tokens should take at most `max_token_gap` times as long as i
 are measured: steps of decodes alone by their number of rows, and what each prompt token added to a step. The
 measurements come from outside, so that the same measurements give the same answers; no clock is read here.
 
-Where many requests wait for their first token, steps are longer: each prompt but two gets the time of half a
-decode, and where eight decode, that of two. Otherwise a load of prompts and short outputs would keep the
-decodes few, and few decodes use a step badly: running requests' tokens would come evenly, and everybody's late.
+Where many requests wait for their first token, steps are longer: each prompt but two gets the time of half
+a decode, and where eight decode, that of two. Otherwise a load of prompts and short outputs would keep the
+decodes few, and few decodes use a step badly: tokens would come evenly, but all of them late.
 
 The cost of a token is taken at the size of chunk that is in use. What a step with prompts costs beside its
 tokens is in it, and the size settles where the whole step takes the time it may.
