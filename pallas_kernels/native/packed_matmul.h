@@ -86,7 +86,7 @@ inline Bytes step_of(const uint8_t* group, int j) {
 
 // found[b][t], t < T: sums over a group of weights times x [T, 32]; t = T, if there is one: of the weights alone.
 template <int N, int T, int kBits, Part kPart>
-INLINE inline void dots_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
+inline void dots_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
                           Floats (&found)[kBlocksPerTile][N]) {
   constexpr bool kFitBytes = kBits == 4 || kPart != Part::kAll;  // eight nibbles do, added up
   Dot sums[kBlocksPerTile][N];
@@ -116,7 +116,7 @@ INLINE inline void dots_of_group(const uint8_t* const (&w)[kBlocksPerTile], int6
 }
 
 template <int N, int T, int kBits>
-INLINE inline void sums_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
+inline void sums_of_group(const uint8_t* const (&w)[kBlocksPerTile], int64_t offset, const int8_t* x,
                           Floats (&found)[kBlocksPerTile][N]) {
   if constexpr (kBits == 4 || kDotTakesBytes) {
     dots_of_group<N, T, kBits, Part::kAll>(w, offset, x, found);
@@ -164,8 +164,10 @@ void tile(Blocks blocks, const float* factors, const Activations& x, int64_t pan
   for (int64_t g = 0; g < num_groups; ++g) {
     const int64_t offset = g * kGroupBytes;
     asm volatile("" : "+r"(sums));  // or compilers keep the sums twice: there, and in registers that they spill
-    for (int b = 0; b < kBlocksPerTile; ++b) {  // of the next tile: memory is far, and its rows are short
-      for (int i = 0; i < kGroupBytes; i += 64) prefetch_bytes(blocks.values[b] + next_blocks + offset + i);
+    if constexpr (kIsPrepared) {  // the next tile's: preparing it would wait for each line of memory
+      for (int b = 0; b < kBlocksPerTile; ++b) {
+        for (int i = 0; i < kGroupBytes; i += 64) prefetch_bytes(blocks.values[b] + next_blocks + offset + i);
+      }
     }
     Floats found[kBlocksPerTile][N];
     sums_of_group<N, T, kBits>(blocks.values, offset, values, found);
