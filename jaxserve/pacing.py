@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median_low
 
-LEAST_CHUNK = 16  # prompt tokens a step may carry however slow they are (or half, to fill a compiled size)
+LEAST_CHUNK = 8  # prompt tokens a step may carry however slow they are (or half, to fill a compiled size)
 _FEW_PROMPTS = 2  # that wait, whatever decodes: no reason to slow the decodes down
 _MEASURABLE = 8  # fewer prompt tokens in a step say little of what one costs
 _KEPT = 5  # measurements of a token's cost

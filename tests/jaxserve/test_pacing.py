@@ -68,8 +68,8 @@ def test_a_step_goes_not_just_over_a_compiled_size():
     assert told(StepPacer(2.0, [16, 64, 256]), *steps).num_tokens(8, 1, MOST) == 64  # in place of 74
     assert told(StepPacer(3.0, [16, 64, 256]), *steps).num_tokens(8, 1, MOST) == 8 + 133  # far beyond 64
     slow = (8, 0, 0.001), (8, 100, 9.0)
-    assert told(StepPacer(2.0, [22]), *slow).num_tokens(8, 1, MOST) == 22  # also by less than the least chunk
-    assert told(StepPacer(2.0, [12]), *slow).num_tokens(8, 1, MOST) == 8 + LEAST_CHUNK  # but not by all of it
+    assert told(StepPacer(2.0, [14]), *slow).num_tokens(8, 1, MOST) == 14  # also by less than the least chunk
+    assert told(StepPacer(2.0, [11]), *slow).num_tokens(8, 1, MOST) == 8 + LEAST_CHUNK  # but not by all of it
 
 
 def test_now_and_then_a_step_of_decodes_alone_is_measured():
