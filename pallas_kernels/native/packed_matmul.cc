@@ -116,17 +116,19 @@ void gated_group(const Matrix& gate_matrix, const Matrix& up_matrix, Before acti
   const int64_t factors = gate_matrix.num_groups * kFactors;
   float* const room = own_floats<1>(2 * kTiles * factors);
   alignas(64) float gates[kTokensPerTile * kSumsWidth], ups[kTokensPerTile * kSumsWidth], made[kInputs];
-  const auto products = [&](const Matrix& matrix, int part) {
-    return Products(matrix, group * kTiles + part % kTiles, x, num_tokens, room + part * factors);
-  };
-  static_assert(kTiles <= 2, "a group is one tile or two");
-  const Products of_gate[] = {products(gate_matrix, 0), products(gate_matrix, kTiles - 1)};
-  const Products of_up[] = {products(up_matrix, kTiles), products(up_matrix, 2 * kTiles - 1)};
+  struct Tiles { Products gate, up; };
+  std::vector<Tiles> tiles;
+  tiles.reserve(kTiles);
+  for (int64_t i = 0; i < kTiles; ++i) {
+    const int64_t tile = group * kTiles + i;
+    tiles.push_back({Products(gate_matrix, tile, x, num_tokens, room + 2 * i * factors),
+                     Products(up_matrix, tile, x, num_tokens, room + (2 * i + 1) * factors)});
+  }
   for (int64_t token = 0; token < num_tokens;) {
     int size = 0;
-    for (int part = 0; part < kTiles; ++part) {
-      size = of_gate[part].run(token, gates + part * kTileOutputs);
-      of_up[part].run(token, ups + part * kTileOutputs);
+    for (int i = 0; i < kTiles; ++i) {
+      size = tiles[i].gate.run(token, gates + i * kTileOutputs);
+      tiles[i].up.run(token, ups + i * kTileOutputs);
     }
     for (int t = 0; t < size; ++t, ++token) {
       gate(activation, gates + t * kSumsWidth, ups + t * kSumsWidth, kInputs, made);
