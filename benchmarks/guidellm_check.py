@@ -1,9 +1,10 @@
 """guidellm, a public load generator, against `jaxserve serve`; then our own client with the same prompts.
 
 It gets an environment of its own, `.venvs/guidellm`, and the model's tokenizer as a local directory, so it
-asks no model hub. After guidellm has run to its end, the prompts that it made are sent again by the client of
-`jaxserve bench serve` at the same concurrency, and both measurements of the same load are set side by side.
-The server runs without a prefix cache, which would know the prompts the second time.
+asks no model hub. Its figures are set beside what the server's own metrics gained meanwhile: two measurements
+of one run. Then the client of `jaxserve bench serve` sends the prompts that it made again, at the same
+concurrency: the same load, but beside another client's share of the processors, which on two cores makes much
+of the difference. The server runs without a prefix cache, which would know the prompts the second time.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from contestants import environment, jaxserve
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.bench.client import Target, base_url, new_session, send, served_models
 from jaxserve.bench.load import closed_loop
@@ -48,23 +52,67 @@ def write_tokenizer(model: Path, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def run_guidellm(args: argparse.Namespace, url: str, model: Path, folder: Path) -> list[dict[str, Any]]:
-    """Its benchmarks, one for each concurrency."""
-    write_tokenizer(model, folder)
+def run_guidellm(args: argparse.Namespace, url: str, folder: Path, concurrency: int) -> dict[str, Any]:
+    """Its benchmark; `folder` has the tokenizer."""
     python = environment("guidellm", "guidellm", os.environ.get("TORCH", "torch"))
-    streams = ",".join(f"streams[{i}]={count}" for i, count in enumerate(args.concurrency))
     size = f"prompt_tokens={args.prompt_tokens},output_tokens={args.output_tokens}"
     command = [str(python.parent / "guidellm"), "run", "--disable-console-interactive"]
     command += ["--backend", f"kind=openai_http,target={url},request_format=/v1/completions"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={folder}"]
     command += ["--data", f"kind=synthetic_text,{size}"]
-    command += ["--profile", f"kind=concurrent,{streams}"]
+    command += ["--profile", f"kind=concurrent,streams[0]={concurrency}"]
     command += ["--constraint", f"kind=max_requests,count={args.requests}"]
     command += ["--output", f"kind=json,path={folder / 'guidellm.json'}", "--output", "kind=console"]
     print(" ".join(command), file=sys.stderr, flush=True)
     subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     benchmarks: list[dict[str, Any]] = json.loads((folder / "guidellm.json").read_text())["benchmarks"]
-    return benchmarks
+    return benchmarks[0]
+
+
+@dataclass(frozen=True)
+class Means:
+    """Of a run. Milliseconds; of requests, each counted once."""
+
+    requests: int
+    output_tokens: int
+    ttft: float
+    tpot: float
+
+
+def mean_of_guidellm(benchmark: dict[str, Any]) -> Means:
+    def mean(name: str) -> float:
+        return float(benchmark["metrics"][name]["successful"]["mean"])
+
+    made = [request["output_tokens"] for request in in_order(benchmark)]
+    return Means(len(made), sum(made), mean("time_to_first_token_ms"), mean("inter_token_latency_ms"))
+
+
+def counters(url: str) -> dict[str, float]:
+    """The server's metrics: name -> value, added up over labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def mean_of_server(before: dict[str, float], after: dict[str, float]) -> Means:
+    """What its metrics gained."""
+
+    def gained(name: str) -> float:
+        return after[f"vllm:{name}"] - before.get(f"vllm:{name}", 0.0)
+
+    def mean(name: str) -> float:
+        return 1e3 * gained(f"{name}_sum") / max(gained(f"{name}_count"), 1.0)
+
+    return Means(
+        round(gained("time_to_first_token_seconds_count")),
+        round(gained("generation_tokens_total")),
+        mean("time_to_first_token_seconds"),
+        mean("request_time_per_output_token_seconds"),
+    )
 
 
 def in_order(benchmark: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,31 +163,53 @@ async def replay(url: str, items: Sequence[TraceItem], concurrency: int) -> Summ
     return Summary.of(f"{concurrency}", records, wall)
 
 
-def check(args: argparse.Namespace, url: str, model: Path) -> list[tuple[Summary, Summary]]:
-    """(guidellm's, ours) for each concurrency."""
-    with tempfile.TemporaryDirectory() as folder:
-        benchmarks = run_guidellm(args, url, model, Path(folder))
-    return [
-        (
-            theirs(str(concurrency), benchmark),
-            asyncio.run(replay(url, prompts_of(benchmark), concurrency)),
-        )
-        for concurrency, benchmark in zip(args.concurrency, benchmarks, strict=True)
-    ]
+@dataclass(frozen=True)
+class Comparison:
+    """Of one concurrency: guidellm's run as it and as the server saw it, and the replay of its prompts."""
+
+    guidellm: Summary
+    replay: Summary
+    seen_by_guidellm: Means
+    seen_by_server: Means
 
 
-def table(pairs: Sequence[tuple[Summary, Summary]]) -> str:
+def check(args: argparse.Namespace, url: str, model: Path) -> list[Comparison]:
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        write_tokenizer(model, folder)
+        for concurrency in args.concurrency:
+            before = counters(url)
+            benchmark = run_guidellm(args, url, folder, concurrency)
+            server = mean_of_server(before, counters(url))
+            again = asyncio.run(replay(url, prompts_of(benchmark), concurrency))
+            guidellm = theirs(str(concurrency), benchmark)
+            found.append(Comparison(guidellm, again, mean_of_guidellm(benchmark), server))
+    return found
+
+
+def tables(found: Sequence[Comparison]) -> str:
     """Markdown: guidellm's figure, ours, and ours over theirs."""
+    lines = ["guidellm / the server's metrics of the same run (ratio), means:", ""]
+    lines += ["| at once | requests | output tokens | TTFT ms | TPOT ms |", "|---|---|---|---|---|"]
+    for one in found:
+        a, b = one.seen_by_guidellm, one.seen_by_server
+        counts = f"{a.requests} / {b.requests} | {a.output_tokens} / {b.output_tokens}"
+        times = [f"{x:.1f} / {y:.1f} ({y / x:.3f})" for x, y in ((a.ttft, b.ttft), (a.tpot, b.tpot))]
+        lines.append(f"| {one.guidellm.label} | {counts} | {' | '.join(times)} |")
     columns = ("output_rate", "total_rate", "ttft_p50", "tpot_p50")
     head = ["at once", "requests", "failed", "short"]
     head += ["output tok/s", "total tok/s", "TTFT p50 ms", "TPOT p50 ms"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for a, b in pairs:
-        counts = [a.label, *(f"{x} / {y}" for x, y in ((a.requests, b.requests), (a.failed, b.failed)))]
-        figures = [(getattr(a, name), getattr(b, name)) for name in columns]
-        row = [*counts, f"{a.short} / {b.short}", *(f"{x:.1f} / {y:.1f} ({y / x:.3f})" for x, y in figures)]
+    lines += ["", "guidellm / jaxserve bench with the same prompts afterwards (ratio):", ""]
+    lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for one in found:
+        x, y = one.guidellm, one.replay
+        counted = ((x.requests, y.requests), (x.failed, y.failed), (x.short, y.short))
+        figures = [(getattr(x, name), getattr(y, name)) for name in columns]
+        row = [x.label, *(f"{m} / {n}" for m, n in counted)]
+        row += [f"{m:.1f} / {n:.1f} ({n / m:.3f})" for m, n in figures]
         lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(["guidellm / jaxserve bench (ratio):", "", *lines])
+    return "\n".join(lines)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -167,16 +237,16 @@ def main() -> int:
         write_tokenizer(model, args.write_tokenizer)
         return 0
     if args.url:
-        pairs = check(args, args.url.rstrip("/").removesuffix("/v1"), model)
+        found = check(args, args.url.rstrip("/").removesuffix("/v1"), model)
     else:
         server = jaxserve(model, args.serve_args.split())
         with (
             tempfile.TemporaryDirectory() as cache,
             server.running(prefix_caching=False, cache=Path(cache), lazy=False) as (_, url),
         ):
-            pairs = check(args, url, model)
-    print(table(pairs))
-    return 1 if any(s.failed or s.short for pair in pairs for s in pair) else 0
+            found = check(args, url, model)
+    print(tables(found))
+    return 1 if any(run.failed or run.short for one in found for run in (one.guidellm, one.replay)) else 0
 
 
 if __name__ == "__main__":
