@@ -353,7 +353,7 @@ class MLP(nnx.Module):
         """x [num_tokens, hidden] -> the same, with the residual added."""
         parts = [self.gate_proj, self.up_proj, self.down_proj]
         matrices = [part.weight for part in parts if isinstance(part.weight, PackedMatrix)]
-        if len(matrices) == len(parts) and not any(part.bias for part in parts):
+        if len(matrices) == len(parts) and all(part.bias is None for part in parts):
 
             def compute(weights: list[PackedWeight], layer: jax.Array | None) -> jax.Array:
                 return packed_mlp(
