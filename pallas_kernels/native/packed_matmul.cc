@@ -209,7 +209,7 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::B
   return ffi::Error::Success();
 }
 
-// x: float32 [num_tokens, in], of which the first num_live rows are computed. What follows: the norm's weight and
+// x: float32 [num_tokens, in], of which the first num_live rows are computed. What follows: as above, up to
 // the residual, those that there are; then the arrays of gate, up and down.
 ffi::Error packed_mlp(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR0<ffi::S32> layer,
                       ffi::BufferR0<ffi::S32> num_live, ffi::RemainingArgs args,

@@ -41,9 +41,9 @@ struct Matrix {
 // The blocks whose products a tile makes side by side. Behind the last of a matrix it is that one once more:
 // what comes of it is not stored.
 struct Blocks {
-  Blocks(const Matrix& matrix, int64_t tile) : matrix(matrix), first(tile * kBlocksPerTile) {
+  Blocks(const Matrix& matrix, int64_t tile) : matrix(matrix) {
     for (int b = 0; b < kBlocksPerTile; ++b) {
-      index[b] = std::min(first + b, matrix.num_blocks - 1);
+      index[b] = std::min(tile * kBlocksPerTile + b, matrix.num_blocks - 1);
       values[b] = matrix.block(index[b]);
     }
   }
@@ -64,7 +64,7 @@ struct Blocks {
   }
 
   const Matrix& matrix;
-  int64_t first, index[kBlocksPerTile];
+  int64_t index[kBlocksPerTile];
   const uint8_t* values[kBlocksPerTile];
   int64_t next_scale = 0, until_scale = 0;
 };
@@ -232,8 +232,6 @@ class Products {
     factors_ = room;
     matrix.bits == 4 ? prepare<4>(blocks_, room) : prepare<8>(blocks_, room);
   }
-
-  const Blocks& blocks() const { return blocks_; }
 
   // sums[t, 0:kTileOutputs] of tokens `token`, ...; how many there are.
   int run(int64_t token, float* sums) const {

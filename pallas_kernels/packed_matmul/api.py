@@ -66,7 +66,7 @@ def packed_matmul(
     if name == "cpu":
         assert chip is not None  # `support` names the chips of this one
         found = cpu_packed_matmul(
-            jax.tree.map(lambda a: a.astype(jnp.float32) if isinstance(a, jax.Array) else a, x),
+            x,
             weights,
             out_sizes,
             layer=jnp.asarray(0 if layer is None else layer, jnp.int32),

@@ -30,7 +30,7 @@ def cpu_packed_matmul(
     is_fine: Sequence[bool],
     isa: str,
 ) -> list[jax.Array]:
-    """See `packed_matmul`; all float32."""
+    """See `packed_matmul`; results are float32."""
     before, eps, others, x = _before(x)
     results = [jax.ShapeDtypeStruct((x.shape[0], size), jnp.float32) for size in out_sizes]
     return list(
@@ -49,7 +49,7 @@ def cpu_packed_matmul(
 
 
 def cpu_packed_mlp(
-    x: jax.Array | Normed,
+    x: Activations,
     weights: MLPWeights,
     out_size: int,
     activation: Literal["silu", "gelu_tanh"],
@@ -59,7 +59,7 @@ def cpu_packed_mlp(
     residual: jax.Array | None,
     isa: str,
 ) -> jax.Array:
-    """See `packed_mlp`; all float32."""
+    """See `packed_mlp`; the result is float32."""
     before, eps, others, x = _before(x)
     result = jax.ShapeDtypeStruct((x.shape[0], out_size), jnp.float32)
     return jax.ffi.ffi_call(target("jaxserve_packed_mlp", isa), result)(
@@ -76,12 +76,12 @@ def cpu_packed_mlp(
 
 
 def _before(x: Activations) -> tuple[np.int64, np.float32, list[jax.Array], jax.Array]:
-    """What the kernel does first, its epsilon and other operand, and what it is done to."""
+    """What the kernel does first, its epsilon and other operand, and what it is done to, in float32."""
     if isinstance(x, Normed):
-        return np.int64(_NORM), np.float32(x.eps), [x.weight], x.x
+        return np.int64(_NORM), np.float32(x.eps), [x.weight], x.x.astype(jnp.float32)
     if isinstance(x, Gated):
-        return np.int64(_GATES[x.activation]), np.float32(0.0), [x.up], x.gate
-    return np.int64(_NOTHING), np.float32(0.0), [], x
+        return np.int64(_GATES[x.activation]), np.float32(0.0), [x.up], x.gate.astype(jnp.float32)
+    return np.int64(_NOTHING), np.float32(0.0), [], x.astype(jnp.float32)
 
 
 def _operands(

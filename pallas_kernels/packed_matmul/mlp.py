@@ -46,7 +46,7 @@ def packed_mlp(
     as they are there.
 
     Args:
-        x: float32 or bfloat16 [num_tokens, in], finite; or what makes it (`Normed`).
+        x: float32 or bfloat16 [num_tokens, in], finite; or what makes it (`Normed`, `Gated`).
         weights: of one layer or of all (stacked).
         out_size: how many outputs `down` has.
         activation: of the gate.
@@ -68,10 +68,10 @@ def packed_mlp(
         raise ValueError(f"a residual {list(residual.shape)} goes with {out_size} outputs of each token")
     name = resolve("packed_matmul", platform, implementation, chip=chip)
     live = jnp.asarray(first.shape[0] if num_live is None else num_live, jnp.int32)
-    if name == "cpu" and not isinstance(x, Gated):
+    if name == "cpu":
         assert chip is not None  # `support` names the chips of this one
         y = cpu_packed_mlp(
-            jax.tree.map(lambda a: a.astype(jnp.float32) if isinstance(a, jax.Array) else a, x),
+            x,
             weights,
             out_size,
             activation,
